@@ -1,0 +1,1 @@
+"""Portable state: what goes into a checkpoint, as exact values, bytes and one manifest."""
