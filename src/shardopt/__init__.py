@@ -1,5 +1,33 @@
 """Shard any torch optimizer with FSDP2: save on N ranks with torch's distributed checkpoint, resume on M."""
 
+from shardopt.errors import (
+    FormatError,
+    LoadError,
+    NamingError,
+    PlacementError,
+    PresentationError,
+    RankFailureError,
+    ScopeError,
+    ShardoptError,
+    StaleLoadError,
+)
+from shardopt.optimizer import ShardedStateOptimizer
+from shardopt.staging.prepared import PreparedLoad
+from shardopt.staging.report import Report
 from shardopt.version import __version__
 
-__all__ = ["__version__"]
+__all__ = [
+    "FormatError",
+    "LoadError",
+    "NamingError",
+    "PlacementError",
+    "PreparedLoad",
+    "PresentationError",
+    "RankFailureError",
+    "Report",
+    "ScopeError",
+    "ShardedStateOptimizer",
+    "ShardoptError",
+    "StaleLoadError",
+    "__version__",
+]

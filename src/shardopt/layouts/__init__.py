@@ -1,0 +1,1 @@
+"""Layouts: where a state entry sits in its parameter's global coordinates."""

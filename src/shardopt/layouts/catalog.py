@@ -1,0 +1,79 @@
+"""What is known of optimizer classes: which rules are element-wise, and what state they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["ClassSpec", "is_whole_matrix", "spec_of"]
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassSpec:
+    """One optimizer class.
+
+    Attributes:
+        entries: element-wise entries (shape of the parameter) that a group's options make it keep, in
+            the order the class makes them. Scalars are not listed: they are kept in the manifest.
+        scalars_on_parameter_device: whether 0-d entries live beside the parameter always, and not only
+            under ``fused`` or ``capturable``.
+    """
+
+    entries: Callable[[Group], tuple[str, ...]]
+    scalars_on_parameter_device: bool = False
+
+
+def _always(*names: str) -> Callable[[Group], tuple[str, ...]]:
+    return lambda group: names
+
+
+def _adam(group: Group) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+
+def _sgd(group: Group) -> tuple[str, ...]:
+    return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+
+def _rmsprop(group: Group) -> tuple[str, ...]:
+    momentum = ("momentum_buffer",) if group["momentum"] > 0 else ()
+    centered = ("grad_avg",) if group["centered"] else ()
+    return ("square_avg", *momentum, *centered)
+
+
+# Exact classes: a subclass may override the rule, so it is not assumed to be element-wise.
+_ELEMENTWISE: dict[type[torch.optim.Optimizer], ClassSpec] = {
+    torch.optim.Adadelta: ClassSpec(entries=_always("square_avg", "acc_delta")),
+    torch.optim.Adagrad: ClassSpec(entries=_always("sum")),
+    torch.optim.Adam: ClassSpec(entries=_adam),
+    torch.optim.AdamW: ClassSpec(entries=_adam),
+    torch.optim.Adamax: ClassSpec(entries=_always("exp_avg", "exp_inf")),
+    torch.optim.ASGD: ClassSpec(entries=_always("ax"), scalars_on_parameter_device=True),
+    torch.optim.NAdam: ClassSpec(entries=_always("exp_avg", "exp_avg_sq")),
+    torch.optim.RAdam: ClassSpec(entries=_always("exp_avg", "exp_avg_sq")),
+    torch.optim.RMSprop: ClassSpec(entries=_rmsprop),
+    torch.optim.Rprop: ClassSpec(entries=_always("prev", "step_size")),
+    torch.optim.SGD: ClassSpec(entries=_sgd),
+}
+
+_WHOLE_MATRIX: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adafactor,
+    torch.optim.LBFGS,
+    torch.optim.Muon,
+    torch.optim.SparseAdam,
+)
+
+
+def spec_of(optimizer: torch.optim.Optimizer) -> ClassSpec | None:
+    """What is known of the optimizer's class, or None when it is not known to be element-wise."""
+    return _ELEMENTWISE.get(type(optimizer))
+
+
+def is_whole_matrix(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class is one of torch's that need a whole parameter (or its sparsity) to update it."""
+    return isinstance(optimizer, _WHOLE_MATRIX)

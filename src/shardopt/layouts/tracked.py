@@ -1,0 +1,83 @@
+"""A parameter the optimizer updates, with its name and its place in global coordinates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardopt.errors import PlacementError
+from shardopt.geometry import Box
+from shardopt.naming import Name
+from shardopt.torch_compat import local_box, local_shard
+
+__all__ = ["Tracked", "track"]
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One parameter of one inner optimizer.
+
+    Attributes:
+        name: canonical FQN and aliases.
+        param: the user's own object, a DTensor or a plain tensor.
+        shape: global shape.
+        box: the part of it this rank holds; empty along a dim when the shard is empty.
+        optimizer: index of the inner optimizer.
+        group: index into the wrapper's joined ``param_groups``.
+    """
+
+    name: Name
+    param: Tensor
+    shape: tuple[int, ...]
+    box: Box
+    optimizer: int
+    group: int
+
+    @property
+    def fqn(self) -> str:
+        """Canonical name."""
+        return self.name.fqn
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's shard, or the plain parameter itself; never a copy."""
+        return local_shard(self.param) if isinstance(self.param, DTensor) else self.param
+
+    def as_param(self, local: Tensor) -> Tensor:
+        """``local`` placed like the parameter: a DTensor over it, or itself for a plain parameter."""
+        if not isinstance(self.param, DTensor):
+            return local
+        param = self.param
+        return DTensor.from_local(
+            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+
+
+def track(name: Name, param: Tensor, *, optimizer: int, group: int) -> Tracked:
+    """Works out where ``param`` sits.
+
+    Raises:
+        PlacementError: it is on the meta device, has ``Partial`` placements, or its shard is not the one
+            torch's chunk rule gives this rank.
+    """
+    shape = tuple(param.shape)
+    if param.device == torch.device("meta"):
+        raise PlacementError(f"{name.fqn}: the parameter is on the meta device; materialise it (to_empty) first.")
+    if not isinstance(param, DTensor):
+        return Tracked(name, param, shape, Box.whole(shape), optimizer, group)
+    if any(placement.is_partial() for placement in param.placements):
+        raise PlacementError(
+            f"{name.fqn}: a parameter placed {param.placements} is not one tensor; shard or replicate it."
+        )
+    box = local_box(param)
+    local = local_shard(param)
+    if tuple(local.shape) != box.size:
+        raise PlacementError(
+            f"{name.fqn}: this rank's shard has shape {tuple(local.shape)}, but {param.placements} of global shape "
+            f"{shape} gives it {box.size}. Shards cut by hand have no known place; let distribute_tensor or "
+            "fully_shard cut them."
+        )
+    return Tracked(name, param, shape, box, optimizer, group)

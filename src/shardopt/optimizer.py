@@ -1,0 +1,435 @@
+"""``ShardedStateOptimizer``: any torch optimizer with portable, resharding, staged state."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardopt.errors import PresentationError, ScopeError, ShardoptError
+from shardopt.layouts.infer import Elementwise, infer
+from shardopt.layouts.tracked import Tracked, track
+from shardopt.naming import name_parameters
+from shardopt.portable.export import export
+from shardopt.portable.keys import state_key
+from shardopt.portable.reader import read_checkpoint
+from shardopt.presentation.dtensor import DTensorPresentation
+from shardopt.presentation.inventory import Inventory, Part
+from shardopt.presentation.local import LocalPresentation
+from shardopt.presentation.presentation import amp_attributes, choose
+from shardopt.scope import Scope, ranks_of
+from shardopt.staging.fingerprint import Fingerprint
+from shardopt.staging.prepare import Plan, prepare
+from shardopt.staging.prepared import PreparedLoad, agree
+from shardopt.torch_compat import run_post_hooks, run_pre_hooks, without_dynamo
+
+__all__ = ["ShardedStateOptimizer"]
+
+_LOG = logging.getLogger(__name__)
+_CONSENSUS = ("every-step", "checkpoint", "off")
+_PRESENTATIONS = {"local": LocalPresentation, "dtensor": DTensorPresentation}
+
+
+class ShardedStateOptimizer(torch.optim.Optimizer):
+    """Wraps torch optimizers under FSDP2 so that their state can be saved and loaded on any number of ranks.
+
+    It steps exactly as the wrapped optimizers do. ``state_dict()`` is flat, named by parameter and in
+    global coordinates, for stock ``torch.distributed.checkpoint``; loads are checked on every rank before
+    any rank changes anything.
+
+    ``param_groups`` and ``state`` are the wrapped optimizer's own objects. With several wrapped optimizers
+    they are joined views whose groups and entries are the wrapped ones' own.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        compute: str = "auto",
+        consensus: str = "every-step",
+        vote_timeout: float = 600.0,
+    ) -> None:
+        """Collective. Wraps ``optimizer``, whose parameters are those of ``model``, after ``fully_shard``.
+
+        Reads and names; steps nothing, and creates no state.
+
+        Args:
+            optimizer: one torch optimizer or several with disjoint parameters.
+            model: the module or modules that hold the parameters; they give them their names.
+            compute: what the optimizer sees while it steps: ``"local"`` (this rank's shards),
+                ``"dtensor"`` (the DTensors), or ``"auto"``, which takes only what is known to equal the
+                unsharded run.
+            consensus: when ranks vote: ``"every-step"``, ``"checkpoint"`` (state_dict and loads only), or
+                ``"off"``.
+            vote_timeout: seconds after which a rank that does not vote is an error on every other.
+
+        Raises:
+            NamingError: a parameter is in none of the models, or two share a name.
+            PlacementError: a parameter or its existing state has no known place.
+            PresentationError: ``compute`` does not suit the optimizer's class.
+            ScopeError: the ranks that hold the parameters cannot be joined.
+        """
+        if consensus not in _CONSENSUS:
+            raise ValueError(f"consensus={consensus!r} is unknown; expected one of {', '.join(map(repr, _CONSENSUS))}.")
+        if vote_timeout <= 0:
+            raise ValueError(f"vote_timeout={vote_timeout!r} must be a positive number of seconds.")
+        # Optimizer.__init__ would make groups and state of its own; only its hooks are wanted.
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._optimizer_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_state_dict_post_hooks = OrderedDict()
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
+        self._patch_step_function()
+        inners = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._models = [model] if isinstance(model, nn.Module) else list(model)
+        self._consensus = consensus
+        self._moves = 0
+        self._poison: str | None = None
+        self._stray_logged: set[str] = set()
+        parts = [_make_part(inner, compute) for inner in _checked(inners)]
+        tracked = _track_all(inners, self._models)
+        self._scope = _join(tracked, vote_timeout)
+        self._inventory = Inventory(parts, self._scope.size)
+        self._inventory.add(tracked)
+        self._joined_groups: list[dict[str, Any]] = self._inventory.groups()
+        self._joined_state = _JoinedState(self._inventory)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The wrapped optimizers."""
+        return [part.inner for part in self._inventory.parts]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's own list of groups (of several: a list of their own dicts)."""
+        parts = self._inventory.parts
+        if len(parts) == 1:
+            return parts[0].inner.param_groups
+        self._joined_groups[:] = self._inventory.groups()
+        return self._joined_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's own state, keyed by the user's parameters (of several: a joined view)."""
+        parts = self._inventory.parts
+        return parts[0].inner.state if len(parts) == 1 else self._joined_state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults (of several: the keys they share, with the first one's values)."""
+        first, *others = self.optimizers
+        if not others:
+            return first.defaults
+        return {k: v for k, v in first.defaults.items() if all(k in other.defaults for other in others)}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler asks by this name whether it may leave unscaling and skipping to the kernel.
+        return all(getattr(inner, "_step_supports_amp_scaling", False) for inner in self.optimizers)
+
+    @without_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Collective. Runs one update of every wrapped optimizer, on every rank or on none.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; called once, with gradients enabled.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RankFailureError: another rank failed before the update.
+        """
+        loss: Any = None
+        redistribute: list[str] = []
+        failure: BaseException | None = None
+        parts = self._inventory.parts
+        inner_calls_closure = closure is not None and any(part.choice.compute != "local" for part in parts)
+        try:
+            if self._poison is not None:
+                raise ShardoptError(self._poisoned_text())
+            if inner_calls_closure and len(parts) > 1:
+                raise PresentationError("a closure with several optimizers needs all of them to be element-wise.")
+            if closure is not None and not inner_calls_closure:
+                with torch.enable_grad():
+                    loss = closure()
+            for part in parts:
+                run_pre_hooks(part.inner, closure)
+                redistribute += part.presentation.preflight()
+        except BaseException as error:
+            failure = error
+        self._vote("step", failure, every_step=True, digest="\n".join(redistribute).encode())
+        self._moves += 1
+        amp = amp_attributes(self)
+        try:
+            for part in parts:
+                result = part.presentation.step(closure if inner_calls_closure else None, amp)
+                loss = result if inner_calls_closure else loss
+                run_post_hooks(part.inner, closure)
+        except BaseException as error:
+            self._poison = f"{type(error).__name__} in {type(part.inner).__name__}.step: {error}"
+            raise
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of all parameters, by the wrapped optimizers' own ``zero_grad``."""
+        for inner in self.optimizers:
+            inner.zero_grad(set_to_none)
+
+    @without_dynamo
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Collective. The portable state: handles by ``state.<fqn>.<entry>``, and a manifest.
+
+        Give the optimizer itself to ``dcp.save`` and ``dcp.load``, which call this. Nothing is created,
+        stepped or copied; a save reads live memory. The keys depend on the optimizer's class and options
+        and on the parameters, never on history.
+
+        Raises:
+            PlacementError: a state entry has no known place; all of them are listed.
+            RankFailureError: that is so on another rank, or ranks differ in what must be the same.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        exported = None
+        failure: BaseException | None = None
+        try:
+            exported = export(self._inventory)
+        except BaseException as error:
+            failure = error
+        self._vote("state_dict", failure, digest=exported.digest if exported else b"")
+        if exported is None:
+            raise AssertionError("an export that did not fail has handles")
+        for note in exported.notes:
+            if note not in self._stray_logged:
+                self._stray_logged.add(note)
+                _LOG.warning(note)
+        if self._poison is not None:
+            # dcp.load calls state_dict() too, and a good load is the way out: only saving is refused.
+            for handle in exported.handles.values():
+                handle.refuse_save = self._poisoned_text()
+        result: dict[str, Any] = dict(exported.handles)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, result)
+            result = result if changed is None else changed
+        return result
+
+    @without_dynamo
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Collective. Prepares, agrees and commits a load of what ``state_dict()`` returned and DCP filled.
+
+        Raises:
+            LoadError: the state does not fit; every problem is listed and nothing was changed.
+            RankFailureError: that is so on another rank; nothing was changed here either.
+        """
+        loaded: Any = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, loaded)
+            loaded = loaded if changed is None else changed
+        self.prepare_load(loaded).commit()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def prepare_load(
+        self, state_dict: Mapping[str, Any] | str | os.PathLike[str], *, prefix: str | None = None
+    ) -> PreparedLoad:
+        """Collective. Checks a load on every rank and changes nothing.
+
+        Args:
+            state_dict: what ``state_dict()`` returned and DCP filled, or the directory of a checkpoint.
+            prefix: with a directory, the key under which the optimizer was saved; needed only when it
+                holds several.
+
+        Returns:
+            The prepared load, with its report; ``commit()`` puts it in place.
+
+        Raises:
+            LoadError: the state does not fit; every problem is listed.
+            RankFailureError: that is so on another rank.
+        """
+        plan: Plan | None = None
+        failure: BaseException | None = None
+        try:
+            if not isinstance(state_dict, Mapping):
+                state_dict = read_checkpoint(state_dict, self._inventory.by_fqn, prefix=prefix)
+            plan = prepare(self._inventory, state_dict)
+        except BaseException as error:
+            failure = error
+        voting = self._consensus != "off"
+        plan = agree(self._scope, plan, failure, voting=voting)
+        self._moves += 1
+        return PreparedLoad(
+            plan,
+            self._scope,
+            fingerprint=lambda: Fingerprint.of(self._inventory, self._moves),
+            voting=voting,
+            committed=self._loaded,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Collective. Adds a group to the wrapped optimizer; its parameters must be in the models.
+
+        Raises:
+            NamingError: a parameter is in none of the models; nothing was added.
+            ScopeError: the parameters live on other ranks than the optimizer's.
+            PresentationError: there are several wrapped optimizers.
+        """
+        if len(self._inventory.parts) != 1:
+            raise PresentationError(
+                "add_param_group cannot tell which of several optimizers gets the group; add it to that optimizer and wrap "
+                "them again."
+            )
+        failure: BaseException | None = None
+        tracked: list[Tracked] = []
+        try:
+            tracked = self._track_group(param_group)
+        except BaseException as error:
+            failure = error
+        names = "\n".join(item.fqn for item in tracked).encode()
+        self._vote("add_param_group", failure, digest=names)
+        self._inventory.parts[0].inner.add_param_group(param_group)
+        self._moves += 1
+        self._inventory.add(tracked)
+
+    def sharded_state(self) -> dict[str, Tensor]:
+        """Element-wise state as DTensors over live memory (plain tensors for plain parameters), by key.
+
+        Not collective; nothing is copied. Writing to a value writes to the optimizer's state.
+        """
+        result: dict[str, Tensor] = {}
+        groups = self._inventory.groups()
+        for tracked in self._inventory.tracked:
+            known = self._inventory.known_entries(tracked, groups[tracked.group]) or ()
+            for entry, value in (self._inventory.state_of(tracked) or {}).items():
+                layout = infer(tracked, entry, value, elementwise=entry in known and isinstance(value, Tensor))
+                if isinstance(layout, Elementwise):
+                    result[state_key(tracked.fqn, entry)] = tracked.as_param(layout.local)
+        return result
+
+    def explain(self) -> str:
+        """Which presentation each wrapped optimizer steps in, and why. Not collective, no effects."""
+        lines = [
+            f"{type(part.inner).__name__}: compute={part.choice.compute!r} because {part.choice.reason}"
+            for part in self._inventory.parts
+        ]
+        ranks = self._scope.ranks
+        scope = f"ranks {list(ranks)}" if len(ranks) > 1 else "one rank"
+        return "\n".join(
+            [*lines, f"{len(self._inventory.tracked)} parameters over {scope}; consensus={self._consensus!r}"]
+        )
+
+    def __repr__(self) -> str:
+        inners = ", ".join(repr(inner) for inner in self.optimizers)
+        return f"{type(self).__name__}(\n{self.explain()}\n{inners}\n)"
+
+    def _refuse_copy(self, *args: Any) -> NoReturn:
+        raise TypeError(
+            "a ShardedStateOptimizer cannot be copied or pickled: it belongs to live parameters and to a scope of ranks. "
+            "Save it with dcp.save({'optim': optimizer}, ...), or build a new one over the other model."
+        )
+
+    __copy__ = __deepcopy__ = __reduce_ex__ = __getstate__ = __setstate__ = _refuse_copy
+
+    def _poisoned_text(self) -> str:
+        return (
+            f"an earlier step failed after it had begun to write ({self._poison}), so parameters and state may be half "
+            "updated; load a good checkpoint (model and optimizer) to go on."
+        )
+
+    def _vote(
+        self, operation: str, failure: BaseException | None, *, every_step: bool = False, digest: bytes = b""
+    ) -> None:
+        if self._consensus == "every-step" or (self._consensus == "checkpoint" and not every_step):
+            self._scope.vote(operation, problem=failure, digest=b"" if failure else digest)
+        if failure is not None:
+            raise failure
+
+    def _loaded(self) -> None:
+        self._moves += 1
+        self._poison = None
+
+    def _track_group(self, param_group: dict[str, Any]) -> list[Tracked]:
+        params = param_group["params"]
+        listed = [params] if isinstance(params, Tensor) else list(params)
+        listed = [item[1] if isinstance(item, tuple) else item for item in listed]
+        index = len(self.param_groups)
+        tracked = [
+            track(name, param, optimizer=0, group=group)
+            for group, param, name in name_parameters([{"params": listed}], self._models, first_group=index)
+        ]
+        beyond = set(ranks_of(listed)) - set(self._scope.ranks)
+        if beyond:
+            raise ScopeError(
+                f"the new parameters live on ranks {sorted(beyond)} too, the optimizer on {list(self._scope.ranks)}; wrap a "
+                "second optimizer for them."
+            )
+        return tracked
+
+
+class _JoinedState(MutableMapping[Tensor, Any]):
+    """The state of several optimizers as one mapping; each entry stays in its own optimizer."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        self._inventory = inventory
+
+    def _home(self, param: Tensor) -> MutableMapping[Tensor, Any]:
+        item = self._inventory.by_id.get(id(param))
+        if item is None:
+            raise KeyError("the tensor is not a parameter of any of the wrapped optimizers")
+        return self._inventory.part_of(item).inner.state
+
+    def __getitem__(self, key: Tensor) -> Any:
+        return self._home(key)[key]
+
+    def __setitem__(self, key: Tensor, value: Any) -> None:
+        self._home(key)[key] = value
+
+    def __delitem__(self, key: Tensor) -> None:
+        del self._home(key)[key]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for part in self._inventory.parts:
+            yield from part.inner.state
+
+    def __len__(self) -> int:
+        return sum(len(part.inner.state) for part in self._inventory.parts)
+
+
+def _checked(inners: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    if not inners:
+        raise ValueError("no optimizer was given")
+    for inner in inners:
+        if isinstance(inner, ShardedStateOptimizer):
+            raise TypeError("the optimizer is wrapped already; wrap it once.")
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise TypeError(f"expected a torch.optim.Optimizer, got {type(inner).__name__}.")
+    return inners
+
+
+def _make_part(inner: torch.optim.Optimizer, compute: str) -> Part:
+    choice = choose(inner, compute)
+    return Part(inner, _PRESENTATIONS[choice.compute](inner), choice)
+
+
+def _track_all(inners: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> list[Tracked]:
+    tracked: list[Tracked] = []
+    first_group = 0
+    for index, inner in enumerate(inners):
+        named = name_parameters(inner.param_groups, models, first_group=first_group)
+        tracked += [track(name, param, optimizer=index, group=group) for group, param, name in named]
+        first_group += len(inner.param_groups)
+    return tracked
+
+
+def _join(tracked: Sequence[Tracked], vote_timeout_s: float) -> Scope:
+    params = [item.param for item in tracked]
+    if not any(isinstance(param, DTensor) for param in params):
+        return Scope.single()
+    return Scope.over(ranks_of(params), timeout_s=vote_timeout_s, name="ShardedStateOptimizer")

@@ -1,0 +1,174 @@
+"""Live state -> portable state: handles by key, and the manifest that describes them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardopt.version import __version__
+from shardopt.errors import PlacementError
+from shardopt.layouts.infer import Elementwise, Value, infer
+from shardopt.layouts.tracked import Tracked
+from shardopt.portable.encode import encode
+from shardopt.portable.handles import BoxHandle, BytesHandle, Handle
+from shardopt.portable.keys import MANIFEST_KEY, blob_key, state_key
+from shardopt.portable.manifest import (
+    AbsentEntry,
+    ElementwiseEntry,
+    Entry,
+    GroupRecord,
+    Manifest,
+    OptimizerRecord,
+    ParameterRecord,
+    ValueEntry,
+    WholeEntry,
+)
+from shardopt.portable.packing import pack
+from shardopt.portable.tensor_bytes import dtype_name
+from shardopt.presentation.inventory import Inventory
+from shardopt.presentation.presentation import qualified_name
+
+__all__ = ["Export", "export", "handle_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """The portable state of an optimizer.
+
+    Attributes:
+        handles: what ``state_dict()`` returns.
+        digest: of everything that must be the same on all ranks: the manifest, and the state of
+            parameters that are not sharded.
+        notes: state that is left out, one sentence each.
+    """
+
+    handles: dict[str, Handle]
+    digest: bytes
+    notes: list[str]
+
+
+def export(inventory: Inventory) -> Export:
+    """Describes live state without changing or copying it (0-d values apart).
+
+    Raises:
+        PlacementError: an entry has no known place; every one is listed.
+    """
+    notes = inventory.refuse_stray_state()
+    groups = inventory.groups()
+    handles: dict[str, Handle] = {}
+    parameters: dict[str, ParameterRecord] = {}
+    problems: list[str] = []
+    digest = hashlib.blake2b(digest_size=16)
+    for tracked in inventory.tracked:
+        try:
+            parameters[tracked.fqn] = _export_parameter(tracked, inventory, groups[tracked.group], handles)
+        except PlacementError as error:
+            problems.append(str(error))
+    if problems:
+        raise PlacementError("\n".join(problems))
+    manifest = Manifest(
+        shardopt=__version__,
+        torch=torch.__version__,
+        optimizers=tuple(OptimizerRecord(qualified_name(p.inner), p.presentation.name) for p in inventory.parts),
+        groups=tuple(_export_groups(inventory, groups)),
+        parameters=parameters,
+        world_size=inventory.world_size,
+    )
+    raw = manifest.to_bytes()
+    digest.update(raw)
+    if inventory.world_size > 1:
+        for tracked in inventory.tracked:
+            if not isinstance(tracked.param, DTensor):
+                _digest_replicated(digest, inventory.state_of(tracked))
+    handles[MANIFEST_KEY] = BytesHandle.of(raw)
+    return Export(handles, digest.digest(), notes)
+
+
+def _export_groups(inventory: Inventory, groups: list[dict[str, Any]]) -> list[GroupRecord]:
+    members: list[list[str]] = [[] for _ in groups]
+    owner = [index for index, part in enumerate(inventory.parts) for _ in part.inner.param_groups]
+    for tracked in inventory.tracked:
+        members[tracked.group].append(tracked.fqn)
+    return [
+        GroupRecord(
+            optimizer=owner[index],
+            members=tuple(members[index]),
+            values={
+                key: encode(value, f"param_groups[{index}].{key}")
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            },
+        )
+        for index, group in enumerate(groups)
+    ]
+
+
+def handle_for(tracked: Tracked, live: Tensor | None) -> BoxHandle:
+    """A handle for one element-wise entry of the parameter, existing or not."""
+    return BoxHandle.make(tracked.shape, tracked.box, live, like=tracked.local, place=tracked.as_param)
+
+
+def _export_parameter(
+    tracked: Tracked, inventory: Inventory, group: dict[str, Any], handles: dict[str, Handle]
+) -> ParameterRecord:
+    known = inventory.known_entries(tracked, group)
+    entries: dict[str, Entry] = {}
+    whole: dict[str, Any] = {}
+    boxes: dict[str, Tensor | None] = dict.fromkeys(known or ())
+    for name, value in (inventory.state_of(tracked) or {}).items():
+        if not isinstance(name, str):
+            raise PlacementError(
+                f"{tracked.fqn}: state key {name!r} is a {type(name).__name__}; only strings are saved."
+            )
+        layout = infer(tracked, name, value, elementwise=name in boxes and isinstance(value, Tensor))
+        if isinstance(layout, Elementwise):
+            boxes[name] = layout.local
+            entries[name] = ElementwiseEntry(dtype_name(layout.local.dtype))
+        elif isinstance(layout, Value):
+            entries[name] = ValueEntry(encode(layout.value, f"{tracked.fqn}.{name}"))
+        else:
+            whole[name] = layout.value
+    for name, live in boxes.items():
+        _put(handles, state_key(tracked.fqn, name), handle_for(tracked, live), tracked)
+        entries.setdefault(name, AbsentEntry())
+    blob = None
+    if whole or known is None:
+        packed = pack(whole, tracked.fqn)
+        _put(handles, blob_key(tracked.fqn), BytesHandle.make(packed.chunks, packed.total_bytes), tracked)
+        if whole:
+            blob = packed.total_bytes
+            entries.update((name, WholeEntry(packed.layout[name])) for name in whole)
+    return ParameterRecord(
+        shape=tracked.shape,
+        dtype=dtype_name(tracked.param.dtype),
+        group=tracked.group,
+        optimizer=tracked.optimizer,
+        aliases=tracked.name.aliases,
+        entries=entries,
+        blob=blob,
+    )
+
+
+def _put(handles: dict[str, Handle], key: str, handle: Handle, tracked: Tracked) -> None:
+    if key in handles:
+        raise PlacementError(
+            f"{tracked.fqn}: its state would be saved under {key!r}, which another parameter has taken."
+        )
+    handles[key] = handle
+
+
+def _digest_replicated(digest: hashlib.blake2b, value: Any) -> None:
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(flat.numpy().tobytes())
+    elif isinstance(value, dict):
+        for item in value.values():
+            _digest_replicated(digest, item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _digest_replicated(digest, item)

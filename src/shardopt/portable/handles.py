@@ -1,0 +1,309 @@
+"""Handles: what ``state_dict()`` gives DCP in place of tensors.
+
+A handle has the global shape and dtype of an entry and knows which boxes of it this rank holds, but it
+is not a DTensor and cannot be computed with. Asked for write items it lends live memory to a save;
+asked for chunks it makes scratch for a load. Live state is never a load's target.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from shardopt.errors import FormatError, ShardoptError
+from shardopt.geometry import Box
+from shardopt.portable.scratch import Scratch
+from shardopt.torch_compat import make_wrapper
+
+__all__ = ["ABSENT_SHAPE", "BoxHandle", "BytesHandle", "Handle", "ThisProcessOnly"]
+
+# An entry that does not exist yet is saved under its key as a tensor of this shape: no element, no pickle.
+ABSENT_SHAPE: tuple[int, ...] = (0,)
+
+_PASSED_THROUGH = frozenset(
+    {
+        torch.ops.aten.detach.default,
+        torch.ops.aten.alias.default,
+    }
+)
+_COPIED = frozenset(
+    {
+        torch.ops.aten.clone.default,
+        torch.ops.aten._to_copy.default,
+    }
+)
+
+
+class ThisProcessOnly:
+    """Holds an object that stagers must neither copy nor send to another process."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ThisProcessOnly:
+        return ThisProcessOnly()
+
+    def __reduce__(self) -> tuple[type[ThisProcessOnly], tuple[()]]:
+        return (ThisProcessOnly, ())
+
+
+class _SavedSize:
+    """What a handle answers when DCP compares sizes: never different, but it remembers the saved one.
+
+    DCP stops at the first size that differs. The handle lets it pass, declares no chunk to read, and the
+    load reports it together with every other problem.
+    """
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def __eq__(self, other: object) -> bool:
+        return not self != other
+
+    def __ne__(self, other: object) -> bool:
+        if isinstance(other, (tuple, list)):
+            self._handle.saved_size = tuple(other)
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __len__(self) -> int:
+        return len(self._handle.shape)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._handle.shape)
+
+    def __getitem__(self, dim: int) -> int:
+        return self._handle.shape[dim]
+
+
+class Handle(torch.Tensor):
+    """A stand-in for one entry of the portable state.
+
+    Attributes:
+        tensors: live memory lent to a save, one tensor a box.
+        offsets: where each starts in global coordinates.
+        saved_size: global shape in the checkpoint that DCP compared with, None before a load.
+        scratch: what a load has filled; None before it, empty when there was nothing to read.
+        refuse_save: why the state must not be saved, or None. Such a state can still be loaded into.
+    """
+
+    tensors: list[Tensor]
+    offsets: list[tuple[int, ...]]
+    saved_size: tuple[int, ...] | None
+    scratch: list[Scratch] | None
+    refuse_save: str | None
+
+    def _fill(self, tensors: Sequence[Tensor], offsets: Sequence[tuple[int, ...]]) -> None:
+        self.tensors = list(tensors)
+        self.offsets = list(offsets)
+        self.saved_size = None
+        self.scratch = None
+        self.refuse_save = None
+
+    @property
+    def was_read(self) -> bool:
+        """Whether a load has asked this handle for memory."""
+        return self.scratch is not None
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """The global shape, in a form that DCP finds equal to any other."""
+        return _SavedSize(self) if dim is None else self.shape[dim]
+
+    def new_empty(self, size: Sequence[int], **kwargs: Any) -> Handle:  # type: ignore[override]
+        """An empty handle of the same kind; stagers call it and then copy the attributes."""
+        return _blank(type(self), tuple(self.shape), self.dtype, torch.device(kwargs.get("device") or self.device))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        other = _blank(type(self), tuple(self.shape), self.dtype, self.device)
+        memo[id(self)] = other
+        for key, value in vars(self).items():
+            setattr(other, key, copy.deepcopy(value, memo))
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {key: value for key, value in vars(self).items() if key != "scratch"}
+        return (_rebuild, (type(self), tuple(self.shape), self.dtype, str(self.device), {**state, "scratch": None}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _PASSED_THROUGH:
+            return args[0]
+        if func in _COPIED:
+            return copy.deepcopy(args[0])
+        # Not a TypeError: torch turns those into "unsupported operand", and the sentence is lost.
+        raise RuntimeError(
+            f"{func}: an entry of ShardedStateOptimizer.state_dict() is a handle for saving and loading, not a tensor; "
+            "use optimizer.sharded_state() for DTensors to look at or compute with."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        held = ", ".join(f"{offset}+{tuple(t.shape)}" for offset, t in zip(self.offsets, self.tensors, strict=True))
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, holds=[{held}])"
+
+    def _write_item(
+        self, fqn: str, offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...]
+    ) -> WriteItem:
+        chunk = ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size))
+        data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=torch.Size(shape))
+        return WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """DCP is saving: the boxes this rank can write. Replicas offer the same boxes; DCP keeps one."""
+        if self.refuse_save is not None:
+            raise ShardoptError(self.refuse_save)
+        self.scratch = None
+        shape = tuple(self.shape)
+        return [
+            self._write_item(fqn, offset, tuple(tensor.shape), shape)
+            for offset, tensor in zip(self.offsets, self.tensors, strict=True)
+            # An empty box has the offset of a real one and would shadow it; a tensor without elements needs its key.
+            if tensor.numel() or 0 in shape
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """DCP is loading: the boxes this rank wants."""
+        self.scratch = self._make_scratch()
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(part.box.offset), sizes=torch.Size(part.box.size))
+            for part in self.scratch
+            if part.box.volume
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Any:
+        """The memory behind one box: live when saving, scratch when loading."""
+        wanted = tuple(index.offset or ())
+        if self.scratch is not None:
+            for part in self.scratch:
+                if part.box.offset == wanted and part.box.volume:
+                    return part.target()
+        else:
+            for offset, tensor in zip(self.offsets, self.tensors, strict=True):
+                if offset == wanted:
+                    return tensor
+        raise FormatError(f"{index.fqn}: no box of this entry starts at {wanted} on this rank.")
+
+    def _make_scratch(self) -> list[Scratch]:
+        raise NotImplementedError
+
+
+class BoxHandle(Handle):
+    """An element-wise entry: a tensor of the parameter's global shape, of which this rank holds one box."""
+
+    box: Box
+    absent: bool
+    template: ThisProcessOnly
+    placed: ThisProcessOnly
+
+    @staticmethod
+    def make(
+        shape: tuple[int, ...],
+        box: Box,
+        live: Tensor | None,
+        *,
+        like: Tensor,
+        place: Callable[[Tensor], Tensor],
+    ) -> BoxHandle:
+        """A handle for an entry that exists (``live``) or does not exist yet (None).
+
+        Args:
+            shape: global shape.
+            box: this rank's part.
+            live: the entry's memory on this rank, shape ``box.size``.
+            like: a tensor whose shape, strides, dtype and device a new entry takes.
+            place: makes a DTensor (or plain tensor) of a local part, for ``full_tensor``.
+        """
+        like = (like if live is None else live).detach()
+        if live is None:
+            handle = _blank(BoxHandle, ABSENT_SHAPE, torch.uint8, like.device)
+            handle._fill([torch.empty(ABSENT_SHAPE, dtype=torch.uint8)], [(0,)])
+        else:
+            handle = _blank(BoxHandle, shape, like.dtype, like.device)
+            handle._fill([like], [box.offset])
+        handle.box = box
+        handle.absent = live is None
+        handle.template = ThisProcessOnly((shape, like))
+        handle.placed = ThisProcessOnly(place)
+        return handle
+
+    @property
+    def wanted_shape(self) -> tuple[int, ...]:
+        """Global shape a load must find."""
+        return self.template.value[0]
+
+    def _make_scratch(self) -> list[Scratch]:
+        shape, like = self.template.value
+        if self.saved_size is not None and self.saved_size != shape:
+            return []
+        return [Scratch(self.box, like.dtype, lambda: torch.empty_like(like))]
+
+    def full_tensor(self) -> Tensor:
+        """Collective. The whole entry on every rank of the parameter's mesh."""
+        place = self.placed.value
+        if place is None:
+            raise TypeError("this handle was staged or sent to another process, where its mesh is not known.")
+        if self.absent:
+            raise TypeError("this entry does not exist yet; there is nothing to gather.")
+        tensor = place(self.tensors[0])
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+class BytesHandle(Handle):
+    """Bytes of any length as one 1-D uint8 tensor: the manifest, or a parameter's whole values."""
+
+    @staticmethod
+    def make(chunks: Sequence[tuple[int, Tensor]], total_bytes: int) -> BytesHandle:
+        """A handle over chunks ``(offset in bytes, uint8 tensor)`` that together cover ``total_bytes``."""
+        handle = _blank(BytesHandle, (total_bytes,), torch.uint8, torch.device("cpu"))
+        parts = list(chunks) or [(0, torch.empty(0, dtype=torch.uint8))]
+        handle._fill([tensor for _, tensor in parts], [(offset,) for offset, _ in parts])
+        return handle
+
+    @staticmethod
+    def of(data: bytes) -> BytesHandle:
+        """A handle over one piece of bytes."""
+        # bytearray: torch warns about memory it could write to and python could not.
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return BytesHandle.make([(0, tensor)], len(data))
+
+    def _make_scratch(self) -> list[Scratch]:
+        if self.saved_size is None or len(self.saved_size) != 1:
+            return []
+        total_bytes = self.saved_size[0]
+        box = Box((0,), (total_bytes,))
+        return [Scratch(box, torch.uint8, lambda: torch.empty(total_bytes, dtype=torch.uint8))]
+
+    def contents(self) -> Tensor:
+        """The bytes: as loaded if a load read them, else the live ones in one piece."""
+        if self.scratch is not None:
+            return self.scratch[0].tensor()
+        data = torch.empty(tuple(self.shape), dtype=torch.uint8)
+        for (offset,), tensor in zip(self.offsets, self.tensors, strict=True):
+            data[offset : offset + tensor.numel()] = tensor
+        return data
+
+
+def _blank(cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    return make_wrapper(cls, shape, dtype, device)
+
+
+def _rebuild(
+    cls: type[Handle], shape: tuple[int, ...], dtype: torch.dtype, device: str, state: dict[str, Any]
+) -> Handle:
+    handle = _blank(cls, shape, dtype, torch.device(device))
+    for key, value in state.items():
+        setattr(handle, key, value)
+    return handle

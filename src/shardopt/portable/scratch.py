@@ -1,0 +1,95 @@
+"""What a load writes into: memory beside the live state, and a record of which elements arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardopt.geometry import Box, missing
+
+__all__ = ["Scratch"]
+
+
+class Scratch:
+    """One box of a tensor that is being loaded.
+
+    DCP narrows it and copies into it as if it were a tensor; each copy is checked and recorded. Memory
+    is taken at the first copy, so a box that is refused costs nothing.
+    """
+
+    def __init__(self, box: Box, dtype: torch.dtype, allocate: Callable[[], Tensor]) -> None:
+        """Makes an empty record.
+
+        Args:
+            box: the elements this scratch stands for, in global coordinates.
+            dtype: what they must be saved as.
+            allocate: makes a tensor of ``box.size`` and ``dtype``, uninitialised.
+        """
+        self.box = box
+        self.dtype = dtype
+        self.wrong_dtype: torch.dtype | None = None
+        self.delivered: list[Box] = []
+        self._allocate = allocate
+        self._tensor: Tensor | None = None
+
+    def missing(self) -> Box | None:
+        """The first box of elements that never arrived, or None."""
+        return missing(self.box, self.delivered)
+
+    def tensor(self) -> Tensor:
+        """The loaded elements, shape ``box.size``; call it only when nothing is missing."""
+        if self._tensor is None:
+            self._tensor = self._allocate()
+        return self._tensor
+
+    def target(self) -> _Target:
+        """What DCP is given to copy into."""
+        return _Target(self, (0,) * len(self.box.size), self.box.size)
+
+    def receive(self, offset: tuple[int, ...], size: tuple[int, ...], source: Tensor) -> None:
+        """Copies ``source`` to ``offset`` within the box, unless its dtype is not the expected one."""
+        if source.dtype != self.dtype:
+            self.wrong_dtype = source.dtype
+        else:
+            part = self.tensor()
+            for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
+                part = part.narrow(dim, start, length)
+            part.copy_(source)
+        start = tuple(base + extra for base, extra in zip(self.box.offset, offset, strict=True))
+        self.delivered.append(Box(start, size))
+
+
+class _Target:
+    """The few tensor methods that DCP readers call on a load target."""
+
+    __slots__ = ("_offset", "_scratch", "_size")
+
+    def __init__(self, scratch: Scratch, offset: tuple[int, ...], size: tuple[int, ...]) -> None:
+        self._scratch = scratch
+        self._offset = offset
+        self._size = size
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return torch.Size(self._size) if dim is None else self._size[dim]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._scratch.dtype
+
+    def narrow(self, dim: int, start: int, length: int) -> _Target:
+        offset = (*self._offset[:dim], self._offset[dim] + start, *self._offset[dim + 1 :])
+        size = (*self._size[:dim], length, *self._size[dim + 1 :])
+        return _Target(self._scratch, offset, size)
+
+    def detach(self) -> _Target:
+        return self
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> _Target:
+        self._scratch.receive(self._offset, self._size, source)
+        return self

@@ -1,0 +1,1 @@
+"""Presentations: what the inner optimizer sees while it steps."""

@@ -1,0 +1,103 @@
+"""Everything a wrapper looks after: inner optimizers, their presentations, parameters and state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.errors import NamingError, PlacementError
+from shardopt.layouts.catalog import spec_of
+from shardopt.layouts.tracked import Tracked
+from shardopt.presentation.presentation import Choice, Presentation
+
+__all__ = ["Inventory", "Part"]
+
+
+@dataclass(slots=True)
+class Part:
+    """One inner optimizer with the presentation it steps in."""
+
+    inner: torch.optim.Optimizer
+    presentation: Presentation
+    choice: Choice
+
+
+@dataclass(slots=True)
+class Inventory:
+    """The wrapper's parts and parameters, in the order of their groups."""
+
+    parts: list[Part]
+    world_size: int
+    tracked: list[Tracked] = field(default_factory=list)
+    by_fqn: dict[str, Tracked] = field(default_factory=dict)
+    by_id: dict[int, Tracked] = field(default_factory=dict)
+
+    def add(self, tracked: Sequence[Tracked]) -> None:
+        """Takes in parameters and shows them to their presentations.
+
+        Raises:
+            NamingError: a parameter is in two places; nothing has been added.
+        """
+        seen = set(self.by_fqn)
+        twice = [item.fqn for item in tracked if item.fqn in seen or seen.add(item.fqn)]
+        if twice:
+            raise NamingError(f"{twice}: a parameter may be in one group of one optimizer only.")
+        for index, part in enumerate(self.parts):
+            part.presentation.register([item for item in tracked if item.optimizer == index])
+        self.tracked.extend(tracked)
+        self.by_fqn.update((item.fqn, item) for item in tracked)
+        self.by_id.update((id(item.param), item) for item in tracked)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of all inner optimizers: their own dicts, in order."""
+        return [group for part in self.parts for group in part.inner.param_groups]
+
+    def part_of(self, tracked: Tracked) -> Part:
+        """The part whose optimizer updates the parameter."""
+        return self.parts[tracked.optimizer]
+
+    def state_of(self, tracked: Tracked) -> dict[str, Any] | None:
+        """The parameter's live state dict, or None when it has none; never creates one."""
+        return self.part_of(tracked).inner.state.get(tracked.param) or None
+
+    def known_entries(self, tracked: Tracked, group: dict[str, Any]) -> tuple[str, ...] | None:
+        """Element-wise entries the class keeps under the group's options; None when the class is unknown."""
+        spec = spec_of(self.part_of(tracked).inner)
+        return None if spec is None else spec.entries(group)
+
+    def scalar_device(self, tracked: Tracked, group: dict[str, Any], entry: str) -> torch.device:
+        """Where the optimizer keeps a new 0-d entry: torch hosts step counters unless its kernel needs them."""
+        spec = spec_of(self.part_of(tracked).inner)
+        beside = (
+            group.get("fused") or group.get("capturable") or (spec is not None and spec.scalars_on_parameter_device)
+        )
+        return tracked.local.device if beside or (spec is None and entry != "step") else torch.device("cpu")
+
+    def refuse_stray_state(self) -> list[str]:
+        """Checks for state that belongs to no parameter of any group.
+
+        Returns:
+            One sentence for each tensor key that is in no group: it is left out of checkpoints.
+
+        Raises:
+            PlacementError: state is keyed on something that is not a tensor.
+        """
+        left_out: list[str] = []
+        for part in self.parts:
+            for key in part.inner.state:
+                if isinstance(key, Tensor):
+                    if id(key) not in self.by_id:
+                        left_out.append(
+                            f"{type(part.inner).__name__} holds state for a tensor of shape {tuple(key.shape)} that is in "
+                            "none of its groups; it is not saved."
+                        )
+                    continue
+                raise PlacementError(
+                    f"{type(part.inner).__name__} keeps state under {key!r}, which is not a parameter; nothing says where it "
+                    "belongs. Keep it per parameter, or in a parameter group."
+                )
+        return left_out

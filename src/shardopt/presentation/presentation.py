@@ -1,0 +1,139 @@
+"""The port every presentation implements, and the choice between them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardopt.errors import PresentationError
+from shardopt.layouts.catalog import is_whole_matrix, spec_of
+from shardopt.layouts.tracked import Tracked
+from shardopt.torch_compat import raw_step
+
+__all__ = ["COMPUTE", "Choice", "Presentation", "amp_attributes", "choose", "qualified_name"]
+
+COMPUTE: tuple[str, ...] = ("auto", "local", "dtensor")
+
+# Attributes through which GradScaler hands its scale and verdict to an optimizer's own kernel.
+_AMP_ATTRIBUTES = ("grad_scale", "found_inf")
+
+
+class Presentation(ABC):
+    """Shows one inner optimizer its parameters for the length of a step, and only then.
+
+    Between steps the inner optimizer's groups and state hold the user's parameters.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.tracked: list[Tracked] = []
+        self._lists: list[list[Tensor]] = []
+
+    def register(self, tracked: Sequence[Tracked]) -> None:
+        """Adds parameters that are now in the inner optimizer's groups."""
+        self.tracked.extend(tracked)
+        self._lists = [list(group["params"]) for group in self.inner.param_groups]
+
+    def check_groups(self) -> None:
+        """Raises when the groups no longer hold the parameters they were registered with.
+
+        Raises:
+            PresentationError: a parameter was added, removed or replaced behind the wrapper's back.
+        """
+        groups = self.inner.param_groups
+        same = len(groups) == len(self._lists) and all(
+            len(group["params"]) == len(known) and all(map(_is, group["params"], known))
+            for group, known in zip(groups, self._lists, strict=False)
+        )
+        if not same:
+            raise PresentationError(
+                f"the parameter groups of {type(self.inner).__name__} no longer hold the parameters they were wrapped "
+                "with; add parameters through ShardedStateOptimizer.add_param_group, and wrap again after replacing them."
+            )
+
+    @abstractmethod
+    def preflight(self) -> list[str]:
+        """Checks gradients before anything is written; no communication.
+
+        Returns:
+            FQNs whose gradient has to be redistributed to its parameter's placements, the same on every rank.
+        """
+
+    @abstractmethod
+    def step(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
+        """Runs the inner update once. May communicate, the same calls on every rank."""
+
+    @abstractmethod
+    def to_state(self, tracked: Tracked, local: Tensor) -> Tensor:
+        """``local`` in the form in which this presentation keeps element-wise state."""
+
+    def _run(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
+        step = raw_step(self.inner)
+        if not amp:
+            return step(closure)
+        for key, value in amp.items():
+            setattr(self.inner, key, _plain(value))
+        try:
+            return step(closure)
+        finally:
+            for key in amp:
+                delattr(self.inner, key)
+
+
+def _is(left: object, right: object) -> bool:
+    return left is right
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def amp_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What GradScaler has left on ``optimizer`` for this step; empty when it is not in use."""
+    found = vars(optimizer)
+    return {key: found[key] for key in _AMP_ATTRIBUTES if found.get(key) is not None}
+
+
+def qualified_name(inner: torch.optim.Optimizer) -> str:
+    """Module and name of the optimizer's class."""
+    return f"{type(inner).__module__}.{type(inner).__qualname__}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which presentation an optimizer gets, and the reason in one sentence."""
+
+    compute: str
+    reason: str
+
+
+def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
+    """Resolves ``compute`` for one inner optimizer.
+
+    Raises:
+        PresentationError: ``compute`` is unknown, or ``auto`` or ``local`` would not be known to equal the
+            unsharded run.
+    """
+    label = qualified_name(inner)
+    if compute not in COMPUTE:
+        raise PresentationError(f"compute={compute!r} is unknown; expected one of {', '.join(map(repr, COMPUTE))}.")
+    if compute == "dtensor":
+        return Choice("dtensor", "asked for: the rule runs on the DTensors themselves")
+    if spec_of(inner) is not None:
+        return Choice("local", f"{label} is element-wise: a shard's update needs only the shard")
+    if is_whole_matrix(inner):
+        why = "needs whole parameters to update one"
+    else:
+        why = "is not known to be element-wise (a subclass of a known class may change its rule)"
+    raise PresentationError(
+        f"{label} {why}, so compute={compute!r} could silently differ from the unsharded run. Pass compute='dtensor' to "
+        "run it on the DTensors with torch's own dispatch, if its rule supports them."
+    )

@@ -1,0 +1,1 @@
+"""Staging: a load that changes nothing until every rank knows it is good."""

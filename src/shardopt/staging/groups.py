@@ -1,0 +1,122 @@
+"""Matching parameter groups by their members' names, and planning their new values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.portable.encode import equal
+from shardopt.staging.report import Report
+
+__all__ = ["GroupPlan", "SavedGroup", "plan_groups"]
+
+# Which kernel runs is the live optimizer's choice; the numbers do not depend on it.
+_IMPLEMENTATION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+_STRUCTURE_KEYS = frozenset({"params", "param_names"})
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """A group of the checkpoint: who was in it, and its values."""
+
+    members: tuple[str, ...]
+    values: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class GroupPlan:
+    """New values for one live group; its dict and its tensor ``lr`` keep their identity."""
+
+    group: dict[str, Any]
+    fill: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    assign: dict[str, Any] = field(default_factory=dict)
+
+    def commit(self) -> None:
+        """Puts the values in place."""
+        for live, saved in self.fill:
+            live.copy_(saved)
+        self.group.update(self.assign)
+
+
+def plan_groups(
+    live: Sequence[tuple[dict[str, Any], Sequence[str]]], saved: Sequence[SavedGroup], report: Report
+) -> list[GroupPlan]:
+    """Plans the values of every live group from the saved groups its members were in.
+
+    Args:
+        live: each group's own dict with its members' FQNs.
+        saved: the checkpoint's groups.
+        report: gets a problem for each key on which members of one live group disagree.
+    """
+    group_of = {fqn: group for group in saved for fqn in group.members}
+    plans: list[GroupPlan] = []
+    for index, (group, members) in enumerate(live):
+        sources: dict[int, tuple[str, SavedGroup]] = {}
+        for fqn in members:
+            if fqn in group_of:
+                sources.setdefault(id(group_of[fqn]), (fqn, group_of[fqn]))
+        plan = GroupPlan(group)
+        plans.append(plan)
+        if sources:
+            _plan_values(f"group {index}", plan, list(sources.values()), report)
+    return plans
+
+
+def _plan_values(label: str, plan: GroupPlan, sources: list[tuple[str, SavedGroup]], report: Report) -> None:
+    first_fqn, first = sources[0]
+    skipped = _IMPLEMENTATION_KEYS | _STRUCTURE_KEYS
+    keys = [*dict.fromkeys(key for _, group in sources for key in group.values)]
+    for key in (key for key in keys if key not in skipped):
+        conflict = [
+            (fqn, group.values.get(key)) for fqn, group in sources[1:] if not _agree(first.values, group.values, key)
+        ]
+        if conflict:
+            other_fqn, other = conflict[0]
+            report.problems.append(
+                f"{label}: its parameters were saved with different {key!r}: {first_fqn} with {first.values.get(key)!r}, "
+                f"{other_fqn} with {other!r}. Put them in groups as they were saved."
+            )
+            continue
+        _plan_value(label, plan, key, first.values[key], report)
+    kept = [key for key in plan.group if key not in keys and key not in skipped]
+    if kept:
+        report.notes.append(f"{label}: {kept} is not in the checkpoint and keeps its live value.")
+
+
+def _agree(left: Mapping[str, Any], right: Mapping[str, Any], key: str) -> bool:
+    return key in left and key in right and equal(left[key], right[key])
+
+
+def _plan_value(label: str, plan: GroupPlan, key: str, saved: Any, report: Report) -> None:
+    live = plan.group.get(key)
+    if isinstance(live, Tensor):
+        value = saved if isinstance(saved, Tensor) else _as_tensor(saved, live)
+        if value is None or value.shape != live.shape:
+            report.problems.append(f"{label}: {key!r} is a tensor of shape {tuple(live.shape)}, saved as {saved!r}.")
+            return
+        if not _fits(value, live):
+            report.problems.append(f"{label}: {key!r} was saved as {saved!r} and cannot be held by {live.dtype}.")
+            return
+        plan.fill.append((live, value))
+        if not isinstance(saved, Tensor):
+            report.notes.append(f"{label}: {key!r} was saved as a {type(saved).__name__} and stays a tensor.")
+    elif isinstance(saved, Tensor) and key in plan.group and isinstance(live, (int, float)) and saved.numel() == 1:
+        plan.assign[key] = saved.item()
+        report.notes.append(f"{label}: {key!r} was saved as a tensor and stays a {type(live).__name__}.")
+    else:
+        plan.assign[key] = saved
+
+
+def _as_tensor(saved: Any, live: Tensor) -> Tensor | None:
+    # float64 first: the rounding to the live dtype is then torch's own, once.
+    return torch.tensor(saved, dtype=torch.float64).expand_as(live) if isinstance(saved, (int, float)) else None
+
+
+def _fits(value: Tensor, live: Tensor) -> bool:
+    if live.dtype.is_floating_point or live.dtype.is_complex:
+        return True
+    return bool(torch.equal(value.to(live.dtype).to(value.dtype), value))

@@ -1,0 +1,213 @@
+"""Planning one parameter's new state from what was loaded for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardopt.errors import FormatError
+from shardopt.layouts.tracked import Tracked
+from shardopt.portable.encode import decode
+from shardopt.portable.handles import BoxHandle, BytesHandle, Handle
+from shardopt.portable.keys import blob_key, state_key
+from shardopt.portable.manifest import ElementwiseEntry, Manifest, ValueEntry, WholeEntry
+from shardopt.portable.packing import unpack
+from shardopt.portable.tensor_bytes import dtype_name
+from shardopt.presentation.inventory import Inventory
+from shardopt.staging.report import Report
+from shardopt.torch_compat import local_shard
+
+__all__ = ["ParameterPlan", "Source", "plan_parameter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is being loaded.
+
+    Attributes:
+        manifest: the checkpoint's manifest.
+        handles: the portable state's values by key.
+        from_storage: whether a reader filled the handles; otherwise they lend another optimizer's live memory.
+    """
+
+    manifest: Manifest
+    handles: Mapping[str, Any]
+    from_storage: bool
+
+
+@dataclass(slots=True)
+class ParameterPlan:
+    """The whole new state of one parameter.
+
+    Attributes:
+        state: the inner optimizer's own state mapping.
+        param: the user's parameter, its key there.
+        fill: live tensors that keep their identity, with what is copied into them.
+        publish: new values, put in place by reference.
+        keep: all entries the parameter has afterwards.
+    """
+
+    state: dict[Any, dict[str, Any]]
+    param: Tensor
+    fill: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    publish: dict[str, Any] = field(default_factory=dict)
+    keep: list[str] = field(default_factory=list)
+
+    def commit(self) -> None:
+        """Puts the state in place; a parameter that had none in the checkpoint has none afterwards."""
+        if not self.keep:
+            self.state.pop(self.param, None)
+            return
+        for live, loaded in self.fill:
+            live.copy_(loaded)
+        entries = self.state.get(self.param)
+        if entries is None:
+            entries = self.state[self.param] = {}
+        for entry in [entry for entry in entries if entry not in self.keep]:
+            del entries[entry]
+        entries.update(self.publish)
+
+
+def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> ParameterPlan:
+    """Plans every entry the checkpoint has for the parameter; problems go to the report."""
+    part = inventory.part_of(tracked)
+    saved = source.manifest.parameters[tracked.fqn]
+    plan = ParameterPlan(part.inner.state, tracked.param)
+    if tuple(saved.shape) != tracked.shape:
+        report.problems.append(f"{tracked.fqn}: saved with shape {tuple(saved.shape)}, this model has {tracked.shape}.")
+        return plan
+    live = inventory.state_of(tracked) or {}
+    whole: dict[str, Any] = {}
+    if any(isinstance(entry, WholeEntry) for entry in saved.entries.values()):
+        whole = _unpack_whole(tracked, source, report)
+    for name, entry in saved.entries.items():
+        if isinstance(entry, ElementwiseEntry):
+            box = _loaded_box(tracked, name, entry, source, report)
+            if box is not None:
+                _place_box(plan, tracked, inventory, name, box, live.get(name), copy=not source.from_storage)
+        elif isinstance(entry, ValueEntry):
+            group = inventory.groups()[tracked.group]
+            device = inventory.scalar_device(tracked, group, name)
+            _place_value(plan, name, decode(entry.value), live.get(name), device)
+        elif isinstance(entry, WholeEntry):
+            if name in whole:
+                _place_value(plan, name, whole[name], live.get(name), tracked.local.device)
+        else:
+            continue
+        plan.keep.append(name)
+        report.restored.append(state_key(tracked.fqn, name))
+    return plan
+
+
+def _loaded_box(tracked: Tracked, name: str, entry: ElementwiseEntry, source: Source, report: Report) -> Tensor | None:
+    """This rank's part of an element-wise entry, or None with a problem reported."""
+    label = f"{tracked.fqn}: state {name!r}"
+    handle = source.handles.get(state_key(tracked.fqn, name))
+    if not isinstance(handle, BoxHandle):
+        report.problems.append(
+            f"{label} is in the checkpoint, but this optimizer did not ask for it under its present options; build it with "
+            "the options it was saved with, or use prepare_load(path), which asks for what the checkpoint has."
+        )
+        return None
+    if not source.from_storage:
+        return _lent_box(label, tracked, handle, report)
+    expected = handle.template.value[1].dtype
+    if not handle.was_read:
+        report.problems.append(f"{label} was not read: the load skipped its key.")
+    elif handle.saved_size is not None and handle.saved_size != tracked.shape:
+        report.problems.append(f"{label} was saved with shape {handle.saved_size}, this model has {tracked.shape}.")
+    else:
+        (scratch,) = handle.scratch or [None]
+        gap = None if scratch is None else scratch.missing()
+        wrong = None if scratch is None else scratch.wrong_dtype
+        if wrong is not None or entry.dtype != dtype_name(expected):
+            found = entry.dtype if wrong is None else dtype_name(wrong)
+            report.problems.append(f"{label} was saved as {found}, this optimizer keeps {dtype_name(expected)}.")
+        elif scratch is None or gap is not None:
+            where = "nothing" if gap is None else f"the box at {gap.offset} of size {gap.size} was not"
+            report.problems.append(f"{label}: {where} delivered; the checkpoint lacks part of its global shape.")
+        else:
+            return scratch.tensor()
+    return None
+
+
+def _lent_box(label: str, tracked: Tracked, handle: BoxHandle, report: Report) -> Tensor | None:
+    if handle.absent or handle.box != tracked.box or handle.tensors[0].dtype != handle.dtype:
+        report.problems.append(
+            f"{label}: the state dict was made for the box {handle.box.offset}+{handle.box.size}, this rank holds "
+            f"{tracked.box.offset}+{tracked.box.size}; save it with dcp.save to move it between shardings."
+        )
+        return None
+    return handle.tensors[0]
+
+
+def _place_box(
+    plan: ParameterPlan,
+    tracked: Tracked,
+    inventory: Inventory,
+    name: str,
+    box: Tensor,
+    live: Any,
+    *,
+    copy: bool,
+) -> None:
+    local = local_shard(live) if isinstance(live, DTensor) else live
+    if isinstance(local, Tensor) and local.shape == box.shape and local.dtype == box.dtype:
+        plan.fill.append((local, box))
+    else:
+        # Lent memory stays its owner's: two optimizers must not share a moment.
+        own = box.clone() if copy else box
+        plan.publish[name] = inventory.part_of(tracked).presentation.to_state(tracked, own)
+
+
+def _place_value(plan: ParameterPlan, name: str, value: Any, live: Any, device: torch.device) -> None:
+    if isinstance(value, Tensor):
+        if isinstance(live, Tensor) and live.shape == value.shape and live.dtype == value.dtype:
+            plan.fill.append((live, value))
+            return
+        value = value.to(device)
+    plan.publish[name] = value
+
+
+def _unpack_whole(tracked: Tracked, source: Source, report: Report) -> dict[str, Any]:
+    label = f"{tracked.fqn}: its whole values"
+    if isinstance(tracked.param, DTensor):
+        report.problems.append(
+            f"{label} were saved from an unsharded parameter; nothing says how to shard them over {tracked.param.placements}."
+        )
+        return {}
+    handle = source.handles.get(blob_key(tracked.fqn))
+    if not isinstance(handle, BytesHandle):
+        report.problems.append(
+            f"{label} are in the checkpoint, but this optimizer did not ask for them; use prepare_load(path)."
+        )
+        return {}
+    data = bytes_of(handle, label, source.from_storage, report)
+    if data is None:
+        return {}
+    entries = source.manifest.parameters[tracked.fqn].entries
+    try:
+        return {n: unpack(e.packing, data, copy=True, path=n) for n, e in entries.items() if isinstance(e, WholeEntry)}
+    except FormatError as error:
+        report.problems.append(f"{label}: {error}")
+        return {}
+
+
+def bytes_of(handle: Handle, label: str, from_storage: bool, report: Report) -> Tensor | None:
+    """The bytes of a handle that were fully delivered, or None with a problem reported."""
+    if not isinstance(handle, BytesHandle):
+        report.problems.append(f"{label}: expected bytes, found {type(handle).__name__}.")
+    elif from_storage and not handle.scratch:
+        report.problems.append(f"{label}: not read; saved with shape {handle.saved_size}, expected one dim of bytes.")
+    elif from_storage and handle.scratch and handle.scratch[0].wrong_dtype is not None:
+        report.problems.append(f"{label}: saved as {handle.scratch[0].wrong_dtype}, expected bytes (uint8).")
+    elif from_storage and handle.scratch and handle.scratch[0].missing() is not None:
+        report.problems.append(f"{label}: {handle.scratch[0].missing()} was not delivered.")
+    else:
+        return handle.contents()
+    return None

@@ -1,0 +1,96 @@
+"""A load that is known to be good on every rank and waits to be committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shardopt.errors import LoadError, StaleLoadError
+from shardopt.scope import Scope
+from shardopt.staging.fingerprint import Fingerprint
+from shardopt.staging.prepare import Plan
+from shardopt.staging.report import Report
+
+__all__ = ["PreparedLoad", "agree"]
+
+
+def agree(scope: Scope, plan: Plan | None, failure: BaseException | None, *, voting: bool) -> Plan:
+    """Collective. Makes any rank's problem every rank's error.
+
+    Raises:
+        LoadError: this rank found problems (all of them are listed), or its reading failed.
+        RankFailureError: another rank did, or ranks read different checkpoints.
+    """
+    if failure is None and plan is not None and plan.report.problems:
+        failure = LoadError(plan.report.summary(), plan.report.problems)
+    digest = plan.digest if plan is not None else b""
+    if voting:
+        try:
+            scope.vote("prepare_load", problem=failure, digest=digest if failure is None else b"")
+        except Exception as verdict:
+            # A rank's own problems are worth more to it than the vote's short text of them.
+            if isinstance(failure, LoadError):
+                raise failure from (verdict if verdict is not failure else None)
+            raise
+    if failure is not None:
+        raise failure
+    if plan is None:
+        raise AssertionError("a load that did not fail has a plan")
+    return plan
+
+
+class PreparedLoad:
+    """A checked load. ``commit`` puts it in place; dropping it changes nothing.
+
+    Attributes:
+        report: what will be restored, and notes on differences that are handled.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        scope: Scope,
+        *,
+        fingerprint: Callable[[], Fingerprint],
+        voting: bool,
+        committed: Callable[[], None],
+    ) -> None:
+        self.report: Report = plan.report
+        self._plan: Plan | None = plan
+        self._scope = scope
+        self._fingerprint = fingerprint
+        self._prepared = fingerprint()
+        self._voting = voting
+        self._committed = committed
+
+    def commit(self) -> None:
+        """Collective. Puts the loaded state and group values in place, on every rank or on none.
+
+        Live tensors, group dicts and a tensor ``lr`` keep their identity and are copied into; weights,
+        gradients, RNG and hooks are not touched, and nothing steps.
+
+        Raises:
+            StaleLoadError: this load was committed already, or the optimizer has moved since it was prepared.
+            RankFailureError: that is so on another rank.
+        """
+        problem: StaleLoadError | None = None
+        if self._plan is None:
+            problem = StaleLoadError("this load has been committed already; prepare it again.")
+        else:
+            moved = self._prepared.difference(self._fingerprint())
+            if moved is not None:
+                problem = StaleLoadError(f"{moved} after the load was prepared; nothing was changed. Prepare it again.")
+        if self._voting:
+            try:
+                self._scope.vote("commit", problem=problem)
+            except Exception as verdict:
+                if problem is not None:
+                    raise problem from (verdict if verdict is not problem else None)
+                raise
+        if problem is not None or self._plan is None:
+            raise problem or AssertionError("a load without a problem has a plan")
+        plan, self._plan = self._plan, None
+        with torch.no_grad():
+            plan.commit()
+        self._committed()

@@ -1,0 +1,123 @@
+"""Every private or version-dependent torch call, each with its reason and a test that fails first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardopt.geometry import Box
+
+__all__ = [
+    "local_box",
+    "local_shard",
+    "make_wrapper",
+    "raw_step",
+    "run_post_hooks",
+    "run_pre_hooks",
+    "same_spec",
+    "spec_token",
+    "storage_token",
+    "without_dynamo",
+]
+
+
+def local_shard(tensor: DTensor) -> Tensor:
+    """The tensor this rank holds of a DTensor: the object itself, not a view of it.
+
+    ``DTensor.to_local()`` goes through autograd and returns a fresh view each time, which costs 20x
+    more in the step and cannot tell whether the shard was replaced (``to_empty``, ``.to(dtype)``).
+    """
+    local = tensor._local_tensor
+    if isinstance(local, AsyncCollectiveTensor):
+        return local.wait()
+    return local
+
+
+def same_spec(tensor: DTensor, other: DTensor) -> bool:
+    """Whether two DTensors have one mesh and one list of placements.
+
+    FSDP2 gives a gradient the parameter's own spec object, so the identity test nearly always decides.
+    """
+    if tensor._spec is other._spec:
+        return True
+    return tensor.placements == other.placements and tensor.device_mesh == other.device_mesh
+
+
+def spec_token(tensor: DTensor) -> object:
+    """An object that stands for the tensor's mesh and placements: the same object, the same placement.
+
+    Comparing placements costs microseconds; a step over a thousand parameters remembers tokens instead.
+    """
+    return tensor._spec
+
+
+def local_box(tensor: DTensor) -> Box:
+    """Where this rank's shard sits in the global tensor, by torch's own chunk rule.
+
+    Private in torch, and the one place that knows ``_StridedShard`` (FSDP over TP on one dim).
+    """
+    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Box(tuple(offset), tuple(size))
+
+
+def make_wrapper(cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of ``cls`` that has a shape, a dtype and a device but no memory.
+
+    ``_make_wrapper_subclass`` is how torch builds DTensor itself; there is no public way.
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=False)
+
+
+def storage_token(tensor: Tensor) -> int:
+    """A number that changes when ``tensor.data`` is assigned, also for a DTensor.
+
+    Assigning ``.data`` of a DTensor changes nothing but the wrapper's own (empty) storage, so neither
+    ``data_ptr()`` nor the local shard shows it.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The optimizer's update without torch's hook wrapper around it, bound to the optimizer.
+
+    ``Optimizer.profile_hook_step`` wraps ``step`` once per class and runs global and instance hooks in
+    it. The wrapper runs those itself, once, while the parameters are still the user's. A step that was
+    patched on the instance (a scheduler built on the inner optimizer) is called as it is.
+    """
+    if "step" in vars(optimizer):
+        return optimizer.step
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # pyrefly: ignore
+    return step.__get__(optimizer, type(optimizer))
+
+
+# Public torch.compiler.disable imports all of Dynamo when it decorates; this one waits until something compiles.
+without_dynamo = torch._disable_dynamo
+
+
+def run_pre_hooks(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> None:
+    """Runs the optimizer's own step pre-hooks, which ``raw_step`` leaves out.
+
+    Raises:
+        TypeError: a hook replaces the step's arguments.
+    """
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        if "step" not in vars(optimizer) and hook(optimizer, (closure,), {}) is not None:
+            raise TypeError(
+                f"a step pre-hook of the wrapped {type(optimizer).__name__} returned new arguments; register hooks that "
+                "replace arguments on the ShardedStateOptimizer."
+            )
+
+
+def run_post_hooks(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> None:
+    """Runs the optimizer's own step post-hooks, which ``raw_step`` leaves out."""
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        if "step" not in vars(optimizer):
+            hook(optimizer, (closure,), {})
