@@ -49,13 +49,17 @@ class LocalPresentation(Presentation):
 
     def register(self, tracked: Sequence[Tracked]) -> None:
         """Makes the leaves, and turns DTensor state that already exists into its local tensors."""
+        sharded = [(item, item.param) for item in tracked if isinstance(item.param, DTensor)]
+        # All checks before the first change: a refusal must leave the inner optimizer as it was.
+        for item, param in sharded:
+            self._check_state(item, param)
         super().register(tracked)
-        for item in tracked:
-            if isinstance(item.param, DTensor):
-                view = _View(item, item.param)
-                self._views.append(view)
-                self._show(view)
-                self._localise_state(item, item.param)
+        for item, param in sharded:
+            view = _View(item, param)
+            self._views.append(view)
+            self._show(view)
+            state = self.inner.state.get(param) or {}
+            state.update((entry, local_shard(value)) for entry, value in state.items() if isinstance(value, DTensor))
         self._relist()
 
     def _show(self, view: _View) -> None:
@@ -65,21 +69,15 @@ class LocalPresentation(Presentation):
     def _relist(self) -> None:
         self._leaf_lists = [[self._leaf_of.get(id(p), p) for p in known] for known in self._lists]
 
-    def _localise_state(self, tracked: Tracked, param: DTensor) -> None:
+    def _check_state(self, tracked: Tracked, param: DTensor) -> None:
         # Adagrad makes its state in __init__, and a warm optimizer may be wrapped: both hold DTensors.
-        state = self.inner.state.get(param)
-        if not state:
-            return
-        for entry, value in state.items():
-            if not isinstance(value, DTensor):
-                continue
-            if not same_spec(value, param) or value.shape != param.shape:
+        for entry, value in (self.inner.state.get(param) or {}).items():
+            if isinstance(value, DTensor) and not (same_spec(value, param) and value.shape == param.shape):
                 raise PlacementError(
                     f"{tracked.fqn}: state {entry!r} is placed {value.placements} with shape {tuple(value.shape)}, the "
                     f"parameter {param.placements} with shape {tracked.shape}; element-wise state is placed like its "
                     "parameter."
                 )
-            state[entry] = local_shard(value)
 
     def preflight(self) -> list[str]:
         """Checks groups and gradients, and points each leaf at this rank's part of the gradient."""
