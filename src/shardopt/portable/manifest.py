@@ -208,7 +208,8 @@ def raise_problems(summary: str, problems: Sequence[str]) -> None:
         shown = [f"\n- {problem}" for problem in problems[:_MAX_PROBLEMS_SHOWN]]
         rest = len(problems) - len(shown)
         more = f"\n- and {rest} more" if rest else ""
-        raise FormatError(f"{summary} ({len(problems)} problems):{''.join(shown)}{more}")
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise FormatError(f"{summary} ({count}):{''.join(shown)}{more}")
 
 
 def _parameter_json(record: ParameterRecord) -> dict[str, object]:

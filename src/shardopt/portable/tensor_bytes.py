@@ -153,7 +153,8 @@ def byte_view(tensor: Tensor, form: TensorForm) -> Tensor:
         plain = plain.permute(form.order)
     if not plain.is_contiguous():
         plain = plain.view(_CARRIERS[form.dtype.itemsize]).contiguous()
-    return plain.view(-1).view(torch.uint8)
+    # Not view(-1): a contiguous tensor of 0 or 1 elements keeps any stride, and then has no bytes to view.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def from_bytes(form: TensorForm, data: Tensor) -> Tensor:
