@@ -7,17 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from shardopt.errors import ScopeError
 from shardopt.geometry import Box
 
 __all__ = [
     "local_box",
     "local_shard",
     "make_wrapper",
+    "mesh_ranks",
+    "own_store",
     "raw_step",
+    "root_mesh_ranks",
     "run_post_hooks",
     "run_pre_hooks",
     "same_spec",
@@ -121,3 +127,44 @@ def run_post_hooks(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] 
     for hook in optimizer._optimizer_step_post_hooks.values():
         if "step" not in vars(optimizer):
             hook(optimizer, (closure,), {})
+
+
+def own_store(prefix: str) -> dist.Store:
+    """A connection of its own to the default process group's store, with a prefix.
+
+    ``ProcessGroup.get_group_store`` is public in name but in no documentation; the other way,
+    ``distributed_c10d._get_default_store``, is private.
+
+    Raises:
+        ScopeError: there is no default process group, or its store cannot be shared (MPI and fake groups).
+        DistNetworkError: the store's host is gone.
+    """
+    group = dist.group.WORLD
+    store = None if group is None else group.get_group_store()
+    if store is None:
+        raise ScopeError(
+            "the ranks have no store to agree over; call torch.distributed.init_process_group with an "
+            "init_method (env://, tcp://) or a store first"
+        )
+    try:
+        return dist.PrefixStore(prefix, store.clone())  # pyrefly: ignore[missing-attribute]  # torch's stub omits it
+    except dist.DistNetworkError:
+        raise
+    except (NotImplementedError, RuntimeError) as error:
+        raise ScopeError(
+            f"the process group's store, a {type(store).__name__}, gives no second connection; call "
+            "torch.distributed.init_process_group with init_method='env://' or a TCPStore"
+        ) from error
+
+
+def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The global ranks of a mesh, sorted."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def root_mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The global ranks, sorted, of the mesh that this one was sliced from; its own when it was not.
+
+    There is no public way from a slice to its root.
+    """
+    return mesh_ranks(mesh._get_root_mesh())

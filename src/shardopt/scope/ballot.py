@@ -1,0 +1,152 @@
+"""The protocol of a vote over a store: who writes which key, who decides, when keys go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch import distributed as dist
+
+from shardopt.scope.record import Record
+from shardopt.scope.verdict import Verdict, judge
+
+__all__ = ["Ballot"]
+
+# How long one request may block inside the store, where Python sees neither Ctrl-C nor the deadline. After that the
+# store is asked now and then. Shorter would make torch log a warning for every vote with a slow peer.
+_BLOCK_S = 5.0
+_POLL_SHARE = 0.05  # of the time already waited, so that polling makes a vote 5 % longer at most
+_MIN_POLL_S = 0.001
+_MAX_POLL_S = 1.0
+
+
+class Ballot:
+    """Votes of a fixed set of ranks over a store, one after the other, each with exactly one verdict.
+
+    In vote ``n`` every rank sets its record. The first rank of the scope waits for all of them and publishes
+    the verdict; whoever reaches its deadline before that publishes it over the records that are there.
+    ``compare_set`` lets the first verdict stand, and every rank, the late included, acts on that one only.
+    So no rank leaves with another verdict than its peers, and the sequence numbers stay in step.
+
+    Keys: ``v/<n>``, a verdict, goes once a later verdict has a record of every rank: a rank that votes again
+    has read it. ``r/<n>/<index>``, a record, goes when its rank votes again: nobody needs it by then. The
+    first rank overwrites one record, ``r/first``, instead; that saves it a request a vote.
+
+    A store whose host is stopped stops its votes, past the deadline, until the host runs again or the
+    connection breaks: nobody could know what verdict the host has already read.
+
+    Args:
+        store: a connection of its own (a request that waits holds up others on the same connection), with
+            a prefix of its own.
+        ranks: global ranks, in the same order everywhere.
+        index: this rank's place in ``ranks``.
+        timeout_s: how long to wait for the others, from this rank's arrival.
+    """
+
+    def __init__(self, store: dist.Store, ranks: Sequence[int], index: int, *, timeout_s: float) -> None:
+        store.set_timeout(timedelta(seconds=min(_BLOCK_S, timeout_s)))
+        self.store = store
+        self.sequence = 0
+        self._ranks = tuple(ranks)
+        self._index = index
+        self._timeout_s = timeout_s
+        self._unread: list[str] = []  # keys of verdicts that some rank may still have to read
+
+    def cast(
+        self, record: Record, *, leave: bool = False, interrupt: Callable[[], Verdict | None] | None = None
+    ) -> Verdict:
+        """Votes, and returns the verdict every rank gets. Collective.
+
+        Args:
+            record: this rank's word; its sequence number is filled in here.
+            leave: publish a verdict at once, over the records that are there, instead of waiting for
+                more; for a rank that has failed and will not be back.
+            interrupt: asked again and again while waiting; a verdict that it returns is published.
+
+        Raises:
+            DistNetworkError: the store is gone.
+        """
+        data = record.encode(self.sequence + 1)
+        # Counted before anything is written: whatever interrupts this vote, the next one has its own number.
+        self.sequence += 1
+        # torch's stub says text; bytes are what it is for
+        self.store.set(self._record_key(self._index), data)  # pyrefly: ignore[bad-argument-type]
+        if self._index and self.sequence > 1:
+            self.store.delete_key(self._record_key(self._index, self.sequence - 1))
+        verdict = self._close(None) if leave else self._outcome(data, interrupt)
+        self._clear(verdict)
+        return verdict
+
+    def read(self, keys: Sequence[str]) -> list[bytes] | None:
+        """The values of keys, or None when they are not all there before the deadline."""
+        return self._await(list(keys), lambda: False)
+
+    def _outcome(self, own: bytes, interrupt: Callable[[], Verdict | None] | None) -> Verdict:
+        """Waits for the verdict or, on the first rank, for what it is made from."""
+        others = [self._record_key(index) for index in range(1, len(self._ranks))]
+        wanted = [_verdict_key(self.sequence)] if self._index else others
+        found = self._await(wanted, lambda: self._is_decided(interrupt), block=interrupt is None)
+        if found is None:
+            return self._close(self._timeout_s)
+        if self._index:
+            return Verdict.decode(found[0])
+        return self._publish(judge(self._ranks, [Record.decode(data) for data in (own, *found)]))
+
+    def _await(self, keys: list[str], give_up: Callable[[], bool], *, block: bool = True) -> list[bytes] | None:
+        """The values of keys as soon as all are there; None when it was given up or the deadline has passed."""
+        start = time.monotonic()
+        values = self._get(keys) if block else None
+        while values is None and (waited_s := time.monotonic() - start) < self._timeout_s and not give_up():
+            if self.store.check(keys):
+                values = self._get(keys)
+            else:
+                time.sleep(min(_MAX_POLL_S, max(_MIN_POLL_S, _POLL_SHARE * waited_s), self._timeout_s - waited_s))
+        return values
+
+    def _get(self, keys: list[str]) -> list[bytes] | None:
+        """The values of keys, or None when they are not all there within the store's own time-out."""
+        try:
+            return self.store.multi_get(keys)
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:
+            # A time-out: a DistStoreError, on a FileStore a bare RuntimeError. Of anything else the next request tells.
+            return None
+
+    def _is_decided(self, interrupt: Callable[[], Verdict | None] | None) -> bool:
+        verdict = interrupt() if interrupt else None
+        if verdict is not None:
+            self._publish(verdict)
+        return self.store.check([_verdict_key(self.sequence)])
+
+    def _close(self, waited_s: float | None) -> Verdict:
+        """Publishes a verdict over the records that are there."""
+        records: list[Record | None] = []
+        for index in range(len(self._ranks)):
+            key = self._record_key(index)
+            found = self._get([key]) if self.store.check([key]) else None
+            record = Record.decode(found[0]) if found else None
+            # The record that is overwritten may be of another vote. Of a later one: then the verdict is out already.
+            records.append(record if record and record.sequence == self.sequence else None)
+        return self._publish(judge(self._ranks, records, waited_s=waited_s))
+
+    def _publish(self, verdict: Verdict) -> Verdict:
+        """The verdict that stands: this one, unless there is one already."""
+        return Verdict.decode(self.store.compare_set(_verdict_key(self.sequence), "", verdict.encode()))
+
+    def _clear(self, verdict: Verdict) -> None:
+        """Deletes the verdicts that every rank has read. One rank does it for all."""
+        if self._index:
+            return
+        if verdict.complete:
+            while self._unread:
+                self.store.delete_key(self._unread.pop())
+        self._unread.append(_verdict_key(self.sequence))
+
+    def _record_key(self, index: int, sequence: int | None = None) -> str:
+        return f"r/{sequence or self.sequence}/{index}" if index else "r/first"
+
+
+def _verdict_key(sequence: int) -> str:
+    return f"v/{sequence}"
