@@ -1,7 +1,7 @@
 // AVX-512 AdamW step, 16 lanes. Compiled with -mavx512f; called only where dispatch.cpp saw it.
 //
-// Not yet run on AVX-512 hardware. The loop and tails are adamw_lanes16.cpp's, which is tested everywhere; what is untested is the policy
-// below. On a machine that has AVX-512 the ordinary tests run this level too.
+// Not yet run on AVX-512 hardware. The loop and tails are adamw_lanes16.cpp's, which is tested everywhere; what is
+// untested is the policy below. On a machine that has AVX-512 the ordinary tests run this level too.
 #include <immintrin.h>
 
 #include "adamw_body.h"

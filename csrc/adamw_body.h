@@ -1,10 +1,12 @@
 // The AdamW arithmetic, written once over a policy of lanes; each ISA file instantiates it with its own policy.
 //
-// A policy gives: V (a vector type with + - * /), lanes, load, store, splat, fma, sqrt. All of these are correctly rounded (IEEE), every
-// fused multiply-add is spelled out and -ffp-contract=off forbids others, so every policy and every tail gives the same bits.
+// A policy gives: V (a vector type with + - * /), lanes, load, store, splat, fma, sqrt. All of these are correctly
+// rounded (IEEE), every fused multiply-add is spelled out and -ffp-contract=off forbids others, so every policy and
+// every tail gives the same bits.
 //
-// The order of operations is torch.optim.AdamW's on CPU tensors (lerp and addcmul contract to one fma there), which makes the moments
-// equal to torch's for-loop bit for bit; the parameter differs where torch's vector sqrt is not correctly rounded.
+// The order of operations is torch.optim.AdamW's on CPU tensors (lerp and addcmul contract to one fma there), which
+// makes the moments equal to torch's for-loop bit for bit; the parameter differs where torch's vector sqrt is not
+// correctly rounded.
 #pragma once
 
 #include <cfloat>

@@ -1,7 +1,7 @@
 // AdamW step in 16-lane compiler vectors, for any CPU.
 //
-// It runs AVX-512's loop, width and tails on machines without AVX-512, so they are tested everywhere, and it is the fastest level where
-// there is no x86 one (on Arm the compiler splits a vector into four NEON registers).
+// It runs AVX-512's loop, width and tails on machines without AVX-512, so they are tested everywhere, and it is the
+// default level where there is no x86 one (on Arm the compiler splits a vector into four NEON registers).
 #include "adamw_body.h"
 
 namespace {
@@ -31,6 +31,8 @@ struct SixteenLanes {
 
 namespace shardopt {
 
-void adamw_lanes16(const AdamWBuffers &buffers, const AdamWScalars &scalars) { step_all<SixteenLanes>(buffers, scalars); }
+void adamw_lanes16(const AdamWBuffers &buffers, const AdamWScalars &scalars) {
+    step_all<SixteenLanes>(buffers, scalars);
+}
 
 }  // namespace shardopt

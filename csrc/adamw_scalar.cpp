@@ -3,6 +3,8 @@
 
 namespace shardopt {
 
-void adamw_scalar(const AdamWBuffers &buffers, const AdamWScalars &scalars) { step_lanes<OneLane>(buffers, scalars, 0); }
+void adamw_scalar(const AdamWBuffers &buffers, const AdamWScalars &scalars) {
+    step_lanes<OneLane>(buffers, scalars, 0);
+}
 
 }  // namespace shardopt

@@ -25,8 +25,9 @@ struct Span {
 void require_same_length(const Span (&spans)[4]) {
     for (const Span &span : spans)
         if (span.numel != spans[0].numel)
-            throw std::invalid_argument(std::string(span.name) + " has " + std::to_string(span.numel) + " elements, " + spans[0].name + " has " +
-                                        std::to_string(spans[0].numel) + "; they must be equal");
+            throw std::invalid_argument(std::string(span.name) + " has " + std::to_string(span.numel) + " elements, " +
+                                        spans[0].name + " has " + std::to_string(spans[0].numel) +
+                                        "; they must be equal");
 }
 
 // Overlapping buffers would make the result depend on the ISA level's width.
@@ -34,11 +35,13 @@ void require_disjoint(const Span (&spans)[4]) {
     for (const Span &a : spans)
         for (const Span &b : spans)
             if (&a < &b && a.data < b.data + b.numel && b.data < a.data + a.numel)
-                throw std::invalid_argument(std::string(a.name) + " and " + b.name + " share memory; each needs its own");
+                throw std::invalid_argument(std::string(a.name) + " and " + b.name +
+                                            " share memory; each needs its own");
 }
 
-void adamw_step(Floats param, ConstFloats grad, Floats exp_avg, Floats exp_avg_sq, float param_scale, float grad_weight, float beta2,
-                float square_weight, float step_size, float bias_correction, float eps, const std::string &isa) {
+void adamw_step(Floats param, ConstFloats grad, Floats exp_avg, Floats exp_avg_sq, float param_scale, float grad_weight,
+                float beta2, float square_weight, float step_size, float bias_correction, float eps,
+                const std::string &isa) {
     const shardopt::AdamWStep step = shardopt::adamw_step_for(isa);
     const Span spans[4] = {{"param", param.data(), param.size()},
                            {"grad", grad.data(), grad.size()},
@@ -46,8 +49,10 @@ void adamw_step(Floats param, ConstFloats grad, Floats exp_avg, Floats exp_avg_s
                            {"exp_avg_sq", exp_avg_sq.data(), exp_avg_sq.size()}};
     require_same_length(spans);
     require_disjoint(spans);
-    const shardopt::AdamWBuffers buffers{param.data(), grad.data(), exp_avg.data(), exp_avg_sq.data(), static_cast<std::int64_t>(param.size())};
-    const shardopt::AdamWScalars scalars{param_scale, grad_weight, beta2, square_weight, step_size, bias_correction, eps};
+    const shardopt::AdamWBuffers buffers{param.data(), grad.data(), exp_avg.data(), exp_avg_sq.data(),
+                                         static_cast<std::int64_t>(param.size())};
+    const shardopt::AdamWScalars scalars{param_scale, grad_weight,     beta2, square_weight,
+                                         step_size,   bias_correction, eps};
     nb::gil_scoped_release released;
     step(buffers, scalars);
 }
@@ -57,7 +62,8 @@ void adamw_step(Floats param, ConstFloats grad, Floats exp_avg, Floats exp_avg_s
 NB_MODULE(_host, module) {
     module.doc() = "Host kernels of shardopt; use shardopt.swap.host_kernel, which checks and documents them.";
     module.def("available_isas", &shardopt::available_isas);
-    module.def("adamw_step", &adamw_step, nb::arg("param").noconvert(), nb::arg("grad").noconvert(), nb::arg("exp_avg").noconvert(),
-               nb::arg("exp_avg_sq").noconvert(), nb::kw_only(), nb::arg("param_scale"), nb::arg("grad_weight"), nb::arg("beta2"),
-               nb::arg("square_weight"), nb::arg("step_size"), nb::arg("bias_correction"), nb::arg("eps"), nb::arg("isa"));
+    module.def("adamw_step", &adamw_step, nb::arg("param").noconvert(), nb::arg("grad").noconvert(),
+               nb::arg("exp_avg").noconvert(), nb::arg("exp_avg_sq").noconvert(), nb::kw_only(), nb::arg("param_scale"),
+               nb::arg("grad_weight"), nb::arg("beta2"), nb::arg("square_weight"), nb::arg("step_size"),
+               nb::arg("bias_correction"), nb::arg("eps"), nb::arg("isa"));
 }

@@ -53,7 +53,8 @@ AdamWStep adamw_step_for(const std::string &isa) {
         if ((isa.empty() || named) && level.runs_here()) best = level.adamw;
     }
     if (best == nullptr)
-        throw std::invalid_argument("ISA level '" + isa + "' " + (known ? "cannot run on this CPU" : "is not in this build of shardopt") +
+        throw std::invalid_argument("ISA level '" + isa + "' " +
+                                    (known ? "cannot run on this CPU" : "is not in this build of shardopt") +
                                     "; available here: " + joined(available_isas()));
     return best;
 }

@@ -18,7 +18,7 @@ _ISA_VARIABLE = "SHARDOPT_CPU_ISA"
 
 
 def available_isas() -> tuple[str, ...]:
-    """Names of the kernel's ISA levels that this CPU can run, slowest first; the last is the default.
+    """Names of the kernel's ISA levels that this CPU can run; the last is the default.
 
     All levels give the same bits. ``"scalar"`` is the reference, ``"lanes16"`` is plain 16-lane C++ for any CPU.
     """
@@ -60,7 +60,7 @@ def adamw_step(
         eps: added to the denominator; where float32 rounds it to 0, a zero second moment gives NaN.
         weight_decay: ``param`` is scaled by ``1 - lr * weight_decay`` before the update.
         step: number of this step, counted from 1.
-        isa: one of ``available_isas()``; None takes the environment's ``SHARDOPT_CPU_ISA``, or the fastest.
+        isa: one of ``available_isas()``; None takes the environment's ``SHARDOPT_CPU_ISA``, or the last of them.
 
     Raises:
         TypeError: a tensor is not a plain float32 tensor.

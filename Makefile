@@ -1,0 +1,58 @@
+# Every target makes the environment it needs. PYTHON chooses the interpreter, TORCH the version `make compat` runs on.
+PYTHON ?= python3
+TORCH ?= 2.11.0
+DEV_TORCH := 2.13.0
+COMPAT := .venv-torch-$(TORCH)
+BUILD_INPUTS := pyproject.toml CMakeLists.txt scripts/make_venv.sh $(wildcard csrc/*)
+
+# Tests run several processes on a machine's cores, and one thread each keeps their bits and their time steady.
+PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q
+export PYTHON
+
+.PHONY: help demo test lint format compat bench clean
+
+help:
+	@echo "make demo      train on 2 ranks, save, resume on 2, 4 and 1; prints a table, writes demo/loss.png"
+	@echo "make test      linters and type checker, unit tests, multi-rank tests"
+	@echo "make lint      linters and type checker alone"
+	@echo "make format    let ruff and clang-format rewrite the sources"
+	@echo "make compat    the tests on another torch, TORCH=$(TORCH)"
+	@echo "make bench     step and checkpoint benchmarks"
+	@echo "make clean     remove environments and build folders"
+
+.venv/.installed: $(BUILD_INPUTS)
+	@scripts/make_venv.sh .venv $(DEV_TORCH) dev
+
+$(COMPAT)/.installed: $(BUILD_INPUTS)
+	@scripts/make_venv.sh $(COMPAT) $(TORCH) test
+
+lint: .venv/.installed
+	@.venv/bin/ruff check --quiet
+	@.venv/bin/ruff format --check --quiet
+	@.venv/bin/pyrefly check --summary=none
+	@.venv/bin/lint-imports --no-logo --no-cache
+	@.venv/bin/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp
+
+format: .venv/.installed
+	@.venv/bin/ruff check --fix --quiet
+	@.venv/bin/ruff format --quiet
+	@.venv/bin/clang-format -i csrc/*.h csrc/*.cpp
+
+# Multi-rank tests own their worker processes, so they run in one pytest process.
+test: lint
+	$(call PYTEST,.venv) -n 2 tests/unit
+	$(call PYTEST,.venv) tests --ignore=tests/unit
+
+compat: $(COMPAT)/.installed
+	$(call PYTEST,$(COMPAT)) -n 2 tests/unit
+	$(call PYTEST,$(COMPAT)) tests --ignore=tests/unit
+
+demo: .venv/.installed
+	@.venv/bin/python scripts/demo.py
+
+bench: .venv/.installed
+	.venv/bin/python benchmarks/step.py
+	.venv/bin/python benchmarks/checkpoint.py
+
+clean:
+	rm -rf .venv .venv-torch-* build dist demo
