@@ -48,6 +48,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, width] -> the same shape."""
         batch, time, width = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, time, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, time, width / heads]
@@ -57,7 +58,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model: tokens and the tokens that follow them, each [batch, time] int64 -> mean cross-entropy."""
+    """A language model over tokens."""
 
     def __init__(self, *, width: int, heads: int, depth: int, context: int) -> None:
         super().__init__()
@@ -68,6 +69,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Tokens and the tokens that follow them, each [batch, time] int64 -> mean cross-entropy, a scalar."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token(tokens) + self.position(positions)
         for block in self.blocks:
@@ -128,6 +130,7 @@ class Log:
         self._file = path.open("w", encoding="utf-8") if self._speaks and path else None
 
     def event(self, name: str, **values: object) -> None:
+        """Reports one event with its values, which JSON can hold."""
         if self._speaks:
             shown = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in values.values())
             print(f"{name:8}", *(f"{key}={value}" for key, value in zip(values, shown, strict=True)), flush=True)
@@ -157,7 +160,8 @@ def build_model(options: argparse.Namespace, device: torch.device) -> Transforme
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def train(options: argparse.Namespace, device: torch.device, log: Log) -> None:
@@ -194,6 +198,7 @@ def train(options: argparse.Namespace, device: torch.device, log: Log) -> None:
 
 
 def parse_options() -> argparse.Namespace:
+    """The command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint's folder")
     parser.add_argument("--save-at", type=int, metavar="STEP", help="save after this step, and train on")
@@ -218,6 +223,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Collective. Runs the training that the command line asks for."""
     options = parse_options()
     device = start(options.device)
     train(options, device, Log(options.events))

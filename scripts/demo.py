@@ -44,6 +44,11 @@ class DemoError(Exception):
     """The demo did not show what it should; the message is the whole explanation."""
 
 
+def count_ranks(ranks: int) -> str:
+    """1 rank, 2 ranks."""
+    return f"{ranks} rank{'s' if ranks > 1 else ''}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What one run of the training script reported."""
@@ -55,7 +60,8 @@ class Run:
 
     @property
     def title(self) -> str:
-        return ("resumed on " if self.resumed else "uninterrupted on ") + str(self.ranks)
+        """How tables and messages call this run."""
+        return f"{'resumed' if self.resumed else 'uninterrupted'} on {count_ranks(self.ranks)}"
 
     @property
     def losses(self) -> dict[int, float]:
@@ -70,7 +76,11 @@ class Run:
     @property
     def checkpoint_event(self) -> dict[str, Any]:
         """The event that tells of this run's one save or resume."""
-        return next(event for event in self.events if event["event"] in ("saved", "resumed"))
+        wanted = "resumed" if self.resumed else "saved"
+        found = [event for event in self.events if event["event"] == wanted]
+        if len(found) != 1:
+            raise DemoError(f"{self.title}: reported {wanted!r} {len(found)} times instead of once.")
+        return found[0]
 
 
 def failure_text(output: str) -> str:
@@ -108,7 +118,7 @@ def train(ranks: int, *, resume: bool, options: argparse.Namespace) -> Run:
     command += ["--checkpoint", str(out / "checkpoint"), "--events", str(events), "--steps", str(STEPS)]
     command += ["--dtype", options.dtype, "--device", options.device]
     command += ["--resume"] if resume else ["--save-at", str(SAVE_AT)]
-    print(f"{name.replace('-', ' on ')} ranks ...", end=" ", flush=True)
+    print(f"{'Resuming' if resume else 'Training and saving'} on {count_ranks(ranks)} ...", end=" ", flush=True)
     began = time.perf_counter()
     run_to_end(command, out / f"{name}.txt")
     wall_s = time.perf_counter() - began
@@ -139,29 +149,34 @@ def problems(resumed: Sequence[Run], reference: Run, digits: int) -> list[str]:
             if f"{run.losses[step]:.{digits}f}" != f"{reference.losses[step]:.{digits}f}"
         ]
         if different:
-            found.append(f"{run.title}: {len(different)} losses differ, the first at {different[0]}.")
+            found.append(f"{run.title}: {len(different)} of its losses differ, the first at {different[0]}.")
     return found
 
 
 def table(runs: Sequence[Run], checkpoint_bytes: int, digits: int) -> str:
     """All runs side by side, the uninterrupted one first."""
-    reference = runs[0]
-    rows = [["", *(run.title for run in runs)]]
-    rows += [[f"loss, step {step}", *(f"{run.losses[step]:.{digits}f}" for run in runs)] for step in SHOWN_STEPS]
-    largest = [max(map(abs, differences(run, reference).values())) for run in runs]
-    rows += [[f"max |difference|, steps {SAVE_AT + 1}-{STEPS}", "", *(f"{value:.1e}" for value in largest[1:])]]
-    rows += [["optimizer state, SHA-256", *(run.checkpoint_event["digest"][:12] for run in runs)]]
-    rows += [["  taken", *("on resume" if run.resumed else "at the save" for run in runs)]]
-    verbs = ["loaded" if run.resumed else "saved" for run in runs]
-    times = [f"{verb} in {run.checkpoint_event['seconds']:.2f} s" for verb, run in zip(verbs, runs, strict=True)]
-    rows += [[f"checkpoint, {checkpoint_bytes / 1e6:.2f} MB", *times]]
-    rows += [["one step, median", *(f"{run.step_s * 1e3:.0f} ms" for run in runs)]]
-    rows += [["whole run", *(f"{run.wall_s:.1f} s" for run in runs)]]
-    rows = [[row[0].ljust(max(len(row[0]) for row in rows)), *row[1:]] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    rule = "-" * len(lines[0])
-    return "\n".join([lines[0], rule, *lines[1:], rule])
+    reference, *resumed = runs
+    largest = [max(abs(value) for value in differences(run, reference).values()) for run in resumed]
+    hashes = [run.checkpoint_event["digest"][:12] for run in runs]
+    times = [f"{run.checkpoint_event['seconds']:.2f} s" for run in runs]
+    blank = [""] * len(resumed)
+    rows = [
+        ["", *("resumed" if run.resumed else "uninterrupted" for run in runs)],
+        ["", *(count_ranks(run.ranks) for run in runs)],
+        *([f"loss, step {step}", *(f"{run.losses[step]:.{digits}f}" for run in runs)] for step in SHOWN_STEPS),
+        [f"largest difference, {SAVE_AT + 1}-{STEPS}", "", *(f"{value:.1e}" if value else "0" for value in largest)],
+        ["optimizer state as saved", hashes[0], *blank],
+        ["optimizer state as loaded", "", *hashes[1:]],
+        ["dcp.save", times[0], *blank],
+        ["dcp.load", "", *times[1:]],
+        ["checkpoint", f"{checkpoint_bytes / 1e6:.2f} MB", *blank],
+        ["one step, median", *(f"{run.step_s * 1e3:.0f} ms" for run in runs)],
+        ["whole run", *(f"{run.wall_s:.1f} s" for run in runs)],
+    ]
+    label_width = max(len(row[0]) for row in rows)
+    lines = ["  ".join([row[0].ljust(label_width), *(cell.rjust(13) for cell in row[1:])]).rstrip() for row in rows]
+    rule = "-" * max(map(len, lines))
+    return "\n".join([*lines[:2], rule, *lines[2:], rule])
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
@@ -172,14 +187,13 @@ def plot(runs: Sequence[Run], path: Path) -> None:
         2, 1, figsize=(8.5, 5.6), height_ratios=(3, 1), sharex=True, layout="constrained"
     )
     steps, values = zip(*reference.losses.items(), strict=True)
-    losses.plot(steps, values, color="0.45", linewidth=1.3, label=f"{reference.title} ranks")
+    losses.plot(steps, values, color="0.45", linewidth=1.3, label=reference.title)
     styles = (("o", "#0072b2"), ("s", "#d55e00"), ("^", "#009e73"))  # told apart by colour-blind readers too
     for order, (run, (marker, color)) in enumerate(zip(resumed, styles, strict=True)):
         # every run marks steps of its own, so that equal losses do not hide each other
         shown = range(SAVE_AT + 1 + order, STEPS + 1, len(resumed))
-        label = f"{run.title} rank{'s' if run.ranks > 1 else ''}"
         look = {"linestyle": "none", "marker": marker, "color": color}
-        losses.plot(shown, [run.losses[step] for step in shown], markersize=5, label=label, **look)
+        losses.plot(shown, [run.losses[step] for step in shown], markersize=5, label=run.title, **look)
         steps, values = zip(*differences(run, reference).items(), strict=True)
         errors.plot(steps, values, markersize=3, **look)
     for axes in (losses, errors):
@@ -205,6 +219,7 @@ def write_results(runs: Sequence[Run], checkpoint_bytes: int, found: Sequence[st
 
 
 def parse_options() -> argparse.Namespace:
+    """The command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "demo", help="folder for results (default: demo)")
     parser.add_argument("--dtype", choices=sorted(LOSS_DIGITS), default="float64", help="default: %(default)s")
@@ -232,8 +247,8 @@ def demonstrate(options: argparse.Namespace) -> None:
     found = problems(resumed, reference, digits)
     started = reference.events[0]
     print(
-        f"\nA transformer of {started['parameters']:,} parameters, AdamW, {started['dtype']}, fully_shard on"
-        f" {started['device']}, trained on the source of Python {sys.version.split()[0]}'s standard library:\n"
+        f"\nA transformer of {started['parameters']:,} parameters in {started['dtype']} under fully_shard, AdamW, on"
+        f" {started['device']};\nthe text is the source of Python {sys.version.split()[0]}'s standard library.\n"
     )
     print(table(runs, checkpoint_bytes, digits))
     plot(runs, options.out / "loss.png")
@@ -241,13 +256,14 @@ def demonstrate(options: argparse.Namespace) -> None:
     if found:
         raise DemoError("\n".join(found))
     print(
-        f"\nThe optimizer state is the saved one, byte for byte, on {', '.join(map(str, RESUMED_RANKS))} ranks, and all"
-        f" {STEPS - SAVE_AT} losses after the save equal the uninterrupted run's in all {digits} printed decimals."
+        "\nOn 2, 4 and 1 ranks the optimizer state is the saved one, byte for byte (SHA-256 of the gathered tensors),"
+        f"\nand all {STEPS - SAVE_AT} losses after the save equal the uninterrupted run's in all {digits} decimals."
         f"\nWritten: {options.out / 'loss.png'}, {options.out / 'results.json'}"
     )
 
 
 def main() -> int:
+    """Returns the exit status: 1 if the demo failed, with the reason on standard error."""
     try:
         demonstrate(parse_options())
     except DemoError as error:
