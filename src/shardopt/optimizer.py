@@ -175,7 +175,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
                 loss = result if inner_calls_closure else loss
                 run_post_hooks(part.inner, closure)
         except BaseException as error:
-            self._poison = f"{type(error).__name__} in {type(part.inner).__name__}.step: {error}"
+            self._poison = f"{type(error).__name__}: {error}"
             raise
         return loss
 
@@ -283,8 +283,8 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         """
         if len(self._inventory.parts) != 1:
             raise PresentationError(
-                "add_param_group cannot tell which of several optimizers gets the group; add it to that optimizer and wrap "
-                "them again."
+                "add_param_group cannot tell which of several optimizers gets the group; add it to that optimizer and "
+                "wrap them again."
             )
         failure: BaseException | None = None
         tracked: list[Tracked] = []
@@ -331,16 +331,16 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
 
     def _refuse_copy(self, *args: Any) -> NoReturn:
         raise TypeError(
-            "a ShardedStateOptimizer cannot be copied or pickled: it belongs to live parameters and to a scope of ranks. "
-            "Save it with dcp.save({'optim': optimizer}, ...), or build a new one over the other model."
+            "a ShardedStateOptimizer cannot be copied or pickled: it belongs to live parameters and to a scope of "
+            "ranks. Save it with dcp.save({'optim': optimizer}, ...), or build a new one over the other model."
         )
 
-    __copy__ = __deepcopy__ = __reduce_ex__ = __getstate__ = __setstate__ = _refuse_copy
+    __copy__ = __deepcopy__ = __reduce_ex__ = __getstate__ = __setstate__ = _refuse_copy  # pyrefly: ignore
 
     def _poisoned_text(self) -> str:
         return (
-            f"an earlier step failed after it had begun to write ({self._poison}), so parameters and state may be half "
-            "updated; load a good checkpoint (model and optimizer) to go on."
+            f"an earlier step failed after it had begun to write ({self._poison}), so parameters and state may be "
+            "half updated; load a good checkpoint (model and optimizer) to go on."
         )
 
     def _vote(
@@ -367,8 +367,8 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         beyond = set(ranks_of(listed)) - set(self._scope.ranks)
         if beyond:
             raise ScopeError(
-                f"the new parameters live on ranks {sorted(beyond)} too, the optimizer on {list(self._scope.ranks)}; wrap a "
-                "second optimizer for them."
+                f"the new parameters live on ranks {sorted(beyond)} too, the optimizer on {list(self._scope.ranks)}; "
+                "wrap a second optimizer for them."
             )
         return tracked
 

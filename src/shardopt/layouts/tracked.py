@@ -72,7 +72,7 @@ def track(name: Name, param: Tensor, *, optimizer: int, group: int) -> Tracked:
         raise PlacementError(
             f"{name.fqn}: a parameter placed {param.placements} is not one tensor; shard or replicate it."
         )
-    box = local_box(param)
+    box = Box(*local_box(param))
     local = local_shard(param)
     if tuple(local.shape) != box.size:
         raise PlacementError(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardopt.version import __version__
 from shardopt.errors import PlacementError
 from shardopt.layouts.infer import Elementwise, Value, infer
 from shardopt.layouts.tracked import Tracked
@@ -32,6 +31,7 @@ from shardopt.portable.packing import pack
 from shardopt.portable.tensor_bytes import dtype_name
 from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.presentation import qualified_name
+from shardopt.version import __version__
 
 __all__ = ["Export", "export", "handle_for"]
 
@@ -142,7 +142,13 @@ def _export_parameter(
         _put(handles, blob_key(tracked.fqn), BytesHandle.make(packed.chunks, packed.total_bytes), tracked)
         if whole:
             blob = packed.total_bytes
-            entries.update((name, WholeEntry(packed.layout[name])) for name in whole)
+            # Entry names are strings without tags, so the packed dict is a plain JSON object.
+            if not isinstance(packed.layout, dict) or packed.layout.keys() != whole.keys():
+                raise PlacementError(
+                    f"{tracked.fqn}: state entries {sorted(whole)} cannot be named in the manifest; rename them."
+                )
+            layout = packed.layout
+            entries.update((name, WholeEntry(layout[name])) for name in whole)
     return ParameterRecord(
         shape=tracked.shape,
         dtype=dtype_name(tracked.param.dtype),

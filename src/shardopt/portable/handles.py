@@ -132,12 +132,12 @@ class Handle(torch.Tensor):
             setattr(other, key, copy.deepcopy(value, memo))
         return other
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, proto: Any) -> Any:
         state = {key: value for key, value in vars(self).items() if key != "scratch"}
         return (_rebuild, (type(self), tuple(self.shape), self.dtype, str(self.device), {**state, "scratch": None}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _PASSED_THROUGH:

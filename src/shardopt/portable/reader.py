@@ -67,8 +67,8 @@ def _read_all(path: str | os.PathLike[str], tracked: Mapping[str, Tracked], pref
     lost = [key for key in handles if root + key not in saved]
     if lost:
         raise LoadError(
-            f"{path}: the manifest names {len(lost)} entries that the checkpoint does not have: {', '.join(lost[:20])}. "
-            "It is incomplete; load another one.",
+            f"{path}: the manifest names {len(lost)} entries that the checkpoint does not have: "
+            f"{', '.join(lost[:20])}. It is incomplete; load another one.",
             lost,
         )
     _read(reader, metadata, {root + key: handle for key, handle in handles.items()})

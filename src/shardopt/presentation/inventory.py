@@ -92,12 +92,12 @@ class Inventory:
                 if isinstance(key, Tensor):
                     if id(key) not in self.by_id:
                         left_out.append(
-                            f"{type(part.inner).__name__} holds state for a tensor of shape {tuple(key.shape)} that is in "
-                            "none of its groups; it is not saved."
+                            f"{type(part.inner).__name__} holds state for a tensor of shape {tuple(key.shape)} that is "
+                            "in none of its groups; it is not saved."
                         )
                     continue
                 raise PlacementError(
-                    f"{type(part.inner).__name__} keeps state under {key!r}, which is not a parameter; nothing says where it "
-                    "belongs. Keep it per parameter, or in a parameter group."
+                    f"{type(part.inner).__name__} keeps state under {key!r}, which is not a parameter; nothing says "
+                    "where it belongs. Keep it per parameter, or in a parameter group."
                 )
         return left_out

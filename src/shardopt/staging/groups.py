@@ -77,8 +77,8 @@ def _plan_values(label: str, plan: GroupPlan, sources: list[tuple[str, SavedGrou
         if conflict:
             other_fqn, other = conflict[0]
             report.problems.append(
-                f"{label}: its parameters were saved with different {key!r}: {first_fqn} with {first.values.get(key)!r}, "
-                f"{other_fqn} with {other!r}. Put them in groups as they were saved."
+                f"{label}: its parameters were saved with different {key!r}: {first_fqn} with "
+                f"{first.values.get(key)!r}, {other_fqn} with {other!r}. Group them as they were saved."
             )
             continue
         _plan_value(label, plan, key, first.values[key], report)
@@ -119,4 +119,4 @@ def _as_tensor(saved: Any, live: Tensor) -> Tensor | None:
 def _fits(value: Tensor, live: Tensor) -> bool:
     if live.dtype.is_floating_point or live.dtype.is_complex:
         return True
-    return bool(torch.equal(value.to(live.dtype).to(value.dtype), value))
+    return torch.equal(value.to(live.dtype).to(value.dtype), value)

@@ -65,9 +65,7 @@ class ParameterPlan:
             return
         for live, loaded in self.fill:
             live.copy_(loaded)
-        entries = self.state.get(self.param)
-        if entries is None:
-            entries = self.state[self.param] = {}
+        entries = self.state.setdefault(self.param, {})
         for entry in [entry for entry in entries if entry not in self.keep]:
             del entries[entry]
         entries.update(self.publish)
@@ -110,8 +108,8 @@ def _loaded_box(tracked: Tracked, name: str, entry: ElementwiseEntry, source: So
     handle = source.handles.get(state_key(tracked.fqn, name))
     if not isinstance(handle, BoxHandle):
         report.problems.append(
-            f"{label} is in the checkpoint, but this optimizer did not ask for it under its present options; build it with "
-            "the options it was saved with, or use prepare_load(path), which asks for what the checkpoint has."
+            f"{label} is in the checkpoint, but this optimizer did not ask for it under its present options; build it "
+            "with the options it was saved with, or use prepare_load(path), which asks for what the checkpoint has."
         )
         return None
     if not source.from_storage:
@@ -178,7 +176,8 @@ def _unpack_whole(tracked: Tracked, source: Source, report: Report) -> dict[str,
     label = f"{tracked.fqn}: its whole values"
     if isinstance(tracked.param, DTensor):
         report.problems.append(
-            f"{label} were saved from an unsharded parameter; nothing says how to shard them over {tracked.param.placements}."
+            f"{label} were saved from an unsharded parameter; nothing says how to shard them over "
+            f"{tracked.param.placements}."
         )
         return {}
     handle = source.handles.get(blob_key(tracked.fqn))

@@ -79,8 +79,8 @@ def _open_manifest(state_dict: Mapping[str, Any], report: Report) -> tuple[Manif
         if {"state", "param_groups"} <= set(state_dict):
             hint = " It looks like torch's own optimizer state dict, which names parameters by position."
         report.problems.append(
-            f"the state dict has no {MANIFEST_KEY!r} of shardopt (its keys begin {sorted(map(str, state_dict))[:5]}).{hint} "
-            "Load into what ShardedStateOptimizer.state_dict() returns."
+            f"the state dict has no {MANIFEST_KEY!r} of shardopt (its keys begin {sorted(map(str, state_dict))[:5]})."
+            f"{hint} Load into what ShardedStateOptimizer.state_dict() returns."
         )
         return None
     from_storage = handle.was_read
