@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardopt.errors import ScopeError
-from shardopt.geometry import Box
 
 __all__ = [
     "local_box",
@@ -27,6 +27,7 @@ __all__ = [
     "run_post_hooks",
     "run_pre_hooks",
     "same_spec",
+    "shard_in_place",
     "spec_token",
     "storage_token",
     "without_dynamo",
@@ -55,21 +56,22 @@ def same_spec(tensor: DTensor, other: DTensor) -> bool:
     return tensor.placements == other.placements and tensor.device_mesh == other.device_mesh
 
 
-def spec_token(tensor: DTensor) -> object:
-    """An object that stands for the tensor's mesh and placements: the same object, the same placement.
+# What `local_shard` returns unless the tensor is still on its way to this rank (AsyncCollectiveTensor). Called for
+# every parameter in every step, so it is C code: a function of Python costs more than the lookup.
+shard_in_place: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 
-    Comparing placements costs microseconds; a step over a thousand parameters remembers tokens instead.
-    """
-    return tensor._spec
+# An object that stands for the tensor's mesh and placements: the same object, the same placement. Comparing placements
+# costs microseconds; a step over a thousand parameters remembers tokens instead.
+spec_token: Callable[[DTensor], object] = attrgetter("_spec")
 
 
-def local_box(tensor: DTensor) -> Box:
-    """Where this rank's shard sits in the global tensor, by torch's own chunk rule.
+def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and size of this rank's shard in the global tensor, by torch's own chunk rule.
 
     Private in torch, and the one place that knows ``_StridedShard`` (FSDP over TP on one dim).
     """
     size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Box(tuple(offset), tuple(size))
+    return tuple(offset), tuple(size)
 
 
 def make_wrapper(cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
@@ -117,8 +119,8 @@ def run_pre_hooks(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] |
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if "step" not in vars(optimizer) and hook(optimizer, (closure,), {}) is not None:
             raise TypeError(
-                f"a step pre-hook of the wrapped {type(optimizer).__name__} returned new arguments; register hooks that "
-                "replace arguments on the ShardedStateOptimizer."
+                f"a step pre-hook of the wrapped {type(optimizer).__name__} returned new arguments; register hooks "
+                "that replace arguments on the ShardedStateOptimizer."
             )
 
 
@@ -151,6 +153,8 @@ def own_store(prefix: str) -> dist.Store:
     except dist.DistNetworkError:
         raise
     except (NotImplementedError, RuntimeError) as error:
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
         raise ScopeError(
             f"the process group's store, a {type(store).__name__}, gives no second connection; call "
             "torch.distributed.init_process_group with init_method='env://' or a TCPStore"
