@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shardopt.errors import ScopeError
 
 __all__ = [
+    "gradients_of",
     "local_box",
     "local_shard",
     "make_wrapper",
@@ -54,6 +55,15 @@ def same_spec(tensor: DTensor, other: DTensor) -> bool:
     if tensor._spec is other._spec:
         return True
     return tensor.placements == other.placements and tensor.device_mesh == other.device_mesh
+
+
+def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """The parameters' gradients, without asking a subclass first whether it overrides ``grad``.
+
+    DTensor does not, and being asked takes it longer than the answer.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return [param.grad for param in params]
 
 
 # What `local_shard` returns unless the tensor is still on its way to this rank (AsyncCollectiveTensor). Called for

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from shardopt.scope.record import Record
 from shardopt.scope.verdict import Verdict, judge
 
-__all__ = ["Ballot"]
+__all__ = ["FIRST_VERDICT", "Ballot", "peek"]
 
 # How long one request may block inside the store, where Python sees neither Ctrl-C nor the deadline. After that the
 # store is asked now and then. Shorter would make torch log a warning for every vote with a slow peer.
@@ -19,6 +19,7 @@ _BLOCK_S = 5.0
 _POLL_SHARE = 0.05  # of the time already waited, so that polling makes a vote 5 % longer at most
 _MIN_POLL_S = 0.001
 _MAX_POLL_S = 1.0
+_NOTHING = "nothing"  # no value is this
 
 
 class Ballot:
@@ -124,9 +125,8 @@ class Ballot:
         """Publishes a verdict over the records that are there."""
         records: list[Record | None] = []
         for index in range(len(self._ranks)):
-            key = self._record_key(index)
-            found = self._get([key]) if self.store.check([key]) else None
-            record = Record.decode(found[0]) if found else None
+            data = peek(self.store, self._record_key(index))
+            record = None if data is None else Record.decode(data)
             # The record that is overwritten may be of another vote. Of a later one: then the verdict is out already.
             records.append(record if record and record.sequence == self.sequence else None)
         return self._publish(judge(self._ranks, records, waited_s=waited_s))
@@ -150,3 +150,15 @@ class Ballot:
 
 def _verdict_key(sequence: int) -> str:
     return f"v/{sequence}"
+
+
+FIRST_VERDICT = _verdict_key(1)
+
+
+def peek(store: dist.Store, key: str) -> bytes | None:
+    """The value of a key, or None when it is not there; ``get`` would wait for it.
+
+    compare_set answers with the value that is there, or with what it expected when nothing is.
+    """
+    value = store.compare_set(key, _NOTHING, _NOTHING)
+    return None if value == _NOTHING.encode() else value

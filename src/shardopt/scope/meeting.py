@@ -5,15 +5,61 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import distributed as dist
 
 from shardopt.errors import ScopeError
-from shardopt.scope.ballot import Ballot
+from shardopt.scope.ballot import FIRST_VERDICT, Ballot, peek
 from shardopt.scope.record import Record
 from shardopt.scope.verdict import Verdict, say_ranks
 
 __all__ = ["meet"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Announcement:
+    """Which scope a rank is constructing, under a key of that rank: ``now/<rank>``.
+
+    Attributes:
+        rank: the rank that says so.
+        name: of the scope.
+        ranks: of the scope.
+        prefix: of the scope's keys.
+    """
+
+    rank: int
+    name: str
+    ranks: tuple[int, ...]
+    prefix: str
+
+    @property
+    def text(self) -> str:
+        """What the rank does, for a sentence."""
+        return f"constructs scope {self.name!r} over {say_ranks(self.ranks)} there"
+
+    @property
+    def verdict_key(self) -> str:
+        """The key of the scope's first verdict."""
+        return f"{self.prefix}/{FIRST_VERDICT}"
+
+    @classmethod
+    def read(cls, store: dist.Store, rank: int) -> _Announcement | None:
+        """What a rank is constructing, or None."""
+        announced = peek(store, f"now/{rank}")
+        if announced is None:
+            return None
+        name, ranks, prefix = json.loads(announced)
+        return cls(rank, name, tuple(ranks), prefix)
+
+    def publish(self, store: dist.Store) -> None:
+        """Says it."""
+        store.set(f"now/{self.rank}", json.dumps([self.name, self.ranks, self.prefix]))
+
+    def withdraw(self, store: dist.Store) -> None:
+        """Says that the rank is not constructing a scope any more."""
+        # Not set(""), which is not answered: it could arrive after what this rank announces next, by a new connection.
+        store.delete_key(f"now/{self.rank}")
 
 
 def meet(store: dist.Store, ranks: Sequence[int], rank: int, *, name: str, timeout_s: float) -> Ballot:
@@ -38,33 +84,34 @@ def meet(store: dist.Store, ranks: Sequence[int], rank: int, *, name: str, timeo
     identity = hashlib.sha256(json.dumps([name, *ranks]).encode()).hexdigest()[:32]
     prefix = f"{identity}.{store.add(f'made/{identity}/{index}', 1)}"
     ballot = Ballot(dist.PrefixStore(prefix, store), ranks, index, timeout_s=timeout_s)
-    store.set(_place(rank), json.dumps([name, list(ranks), prefix]))
+    announcement = _Announcement(rank, name, tuple(ranks), prefix)
+    announcement.publish(store)
     try:
-        verdict = ballot.cast(Record("construct"), interrupt=lambda: _conflict(store, ranks, rank, prefix))
+        verdict = ballot.cast(Record("construct"), interrupt=lambda: _conflict(store, announcement))
     finally:
         # Before this rank votes in the new scope: then its first verdict may go, and this would read as unfinished.
-        store.set(_place(rank), "")
+        announcement.withdraw(store)
     if not verdict.ok:
         raise ScopeError(_refusal(verdict, ranks, name))
     return ballot
 
 
-def _conflict(store: dist.Store, ranks: Sequence[int], rank: int, prefix: str) -> Verdict | None:
-    """A verdict against ranks that wait for this one in a scope that is not this one.
+def _conflict(store: dist.Store, mine: _Announcement) -> Verdict | None:
+    """A verdict against ranks that wait for this one in another scope, which gets a verdict against this rank.
 
-    Such ranks and this one would wait for each other to the deadline. A rank in a scope without this rank
-    may still come; one whose scope is decided is about to leave it.
+    Those ranks and this one would wait for each other to the deadline. A rank in a scope without this rank
+    may still come. A scope that has its verdict is about to be left, theirs as well as this one: the other
+    may have read the verdict already, and be in the next scope.
     """
     elsewhere: dict[int, str] = {}
-    for other in ranks:
-        if other == rank or not store.check([_place(other)]):
+    for rank in mine.ranks:
+        theirs = None if rank == mine.rank else _Announcement.read(store, rank)
+        if theirs is None or theirs.prefix == mine.prefix or mine.rank not in theirs.ranks:
             continue
-        announced = store.get(_place(other))
-        if not announced:
-            continue
-        their_name, their_ranks, their_prefix = json.loads(announced)
-        if their_prefix != prefix and rank in their_ranks and not store.check([f"{their_prefix}/v/1"]):
-            elsewhere[other] = f"constructs scope {their_name!r} over {say_ranks(their_ranks)} there"
+        if not any(store.check([key]) for key in (mine.verdict_key, theirs.verdict_key)):
+            # Here, because this rank leaves once it has read its own verdict, and is not there to be seen any more.
+            store.compare_set(theirs.verdict_key, "", Verdict(failures={mine.rank: mine.text}).encode())
+            elsewhere[rank] = theirs.text
     return Verdict(failures=elsewhere) if elsewhere else None
 
 
@@ -77,8 +124,3 @@ def _refusal(verdict: Verdict, ranks: Sequence[int], name: str) -> str:
         )
     causes = "; ".join(f"rank {rank} {text}" for rank, text in verdict.failures.items())
     return f"{what}: {causes}; every rank must construct it over the same ranks, under the same name"
-
-
-def _place(rank: int) -> str:
-    """The key under which a rank says which scope it is constructing."""
-    return f"now/{rank}"

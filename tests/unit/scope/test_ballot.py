@@ -1,0 +1,113 @@
+"""The protocol over real stores, its ranks driven one after the other, so that each race has one outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from shardopt.scope.ballot import Ballot
+from shardopt.scope.record import Record, Status
+from shardopt.scope.verdict import Verdict
+
+RANKS = (4, 5, 6)
+TIMEOUT_S = 0.05
+STEP = Record("step")
+
+
+def tcp_store(path: Path) -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def hash_store(path: Path) -> dist.Store:
+    return dist.HashStore()
+
+
+def file_store(path: Path) -> dist.Store:
+    return dist.FileStore(str(path / "store"), 1)
+
+
+@pytest.fixture(params=[tcp_store, hash_store, file_store])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
+    make: Callable[[Path], dist.Store] = request.param
+    return make(tmp_path)
+
+
+@pytest.fixture
+def ballots(store: dist.Store) -> list[Ballot]:
+    return [Ballot(dist.PrefixStore("s", store), RANKS, index, timeout_s=TIMEOUT_S) for index in range(3)]
+
+
+def arrive(ballot: Ballot) -> None:
+    """Leaves the rank's record for its next vote, and does not wait."""
+    ballot.sequence += 1
+    ballot.store.set(ballot._record_key(ballot._index), STEP.encode(ballot.sequence))
+
+
+def vote_with_the_first_rank_last(ballots: list[Ballot]) -> None:
+    for ballot in ballots[1:]:
+        arrive(ballot)
+    assert ballots[0].cast(STEP).complete
+
+
+def test_the_first_rank_decides_when_all_records_are_there(ballots: list[Ballot]) -> None:
+    vote_with_the_first_rank_last(ballots)
+    assert ballots[0].store.check(["v/1"])
+
+
+def test_a_deadline_names_the_missing_and_the_late_rank_reads_the_same(ballots: list[Ballot]) -> None:
+    first = ballots[1].cast(Record("step", Status.FAILED, text="ill"))
+    assert (first.missing, first.failures) == ((4, 6), {5: "ill"})
+    assert ballots[0].cast(STEP) == first
+    assert ballots[2].cast(Record("step", facts=1)) == first
+    vote_with_the_first_rank_last(ballots)
+
+
+def test_when_all_came_but_the_first_rank_stopped_another_decides(ballots: list[Ballot]) -> None:
+    arrive(ballots[0])
+    arrive(ballots[2])
+    verdict = ballots[1].cast(STEP)
+    assert verdict.ok
+    assert verdict.complete
+
+
+def test_the_first_ranks_record_of_another_vote_does_not_count(ballots: list[Ballot]) -> None:
+    vote_with_the_first_rank_last(ballots)
+    assert ballots[1].cast(STEP).missing == (4, 6)
+
+
+def test_a_leaving_rank_does_not_wait(ballots: list[Ballot]) -> None:
+    gone = ballots[2].cast(Record("step", Status.FAILED, text="KeyboardInterrupt"), leave=True)
+    assert (gone.failures, gone.missing, gone.complete) == ({6: "KeyboardInterrupt"}, (), False)
+    assert ballots[0].cast(STEP) == gone
+    assert ballots[1].cast(STEP) == gone
+
+
+def test_an_interrupt_is_published(ballots: list[Ballot]) -> None:
+    verdict = Verdict(failures={6: "is elsewhere"})
+    assert ballots[1].cast(STEP, interrupt=lambda: verdict) == verdict
+    assert ballots[0].cast(STEP) == verdict
+
+
+def test_a_verdict_stays_until_every_rank_has_voted_again(ballots: list[Ballot]) -> None:
+    store = ballots[0].store
+    ballots[1].cast(STEP)
+    ballots[0].cast(STEP)
+    ballots[1].cast(STEP)
+    ballots[0].cast(STEP)
+    assert store.check(["v/1", "v/2"])
+    missed = [ballots[2].cast(STEP) for _ in range(2)]
+    assert [verdict.missing for verdict in missed] == [(4, 6), (4, 6)]
+    vote_with_the_first_rank_last(ballots)
+    assert not store.check(["v/1"])
+    assert not store.check(["v/2"])
+    assert store.check(["v/3"])
+
+
+def test_a_rank_deletes_its_record_when_it_votes_again(ballots: list[Ballot]) -> None:
+    ballots[1].cast(STEP)
+    assert ballots[1].store.check(["r/1/1"])
+    ballots[1].cast(STEP)
+    assert not ballots[1].store.check(["r/1/1"])
