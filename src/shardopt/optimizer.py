@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections import OrderedDict
@@ -22,7 +23,7 @@ from shardopt.portable.reader import read_checkpoint
 from shardopt.presentation.dtensor import DTensorPresentation
 from shardopt.presentation.inventory import Inventory, Part
 from shardopt.presentation.local import LocalPresentation
-from shardopt.presentation.presentation import amp_attributes, choose
+from shardopt.presentation.presentation import Ready, amp_attributes, choose
 from shardopt.scope import Scope, ranks_of
 from shardopt.staging.fingerprint import Fingerprint
 from shardopt.staging.prepare import Plan, prepare
@@ -149,7 +150,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             RankFailureError: another rank failed before the update.
         """
         loss: Any = None
-        redistribute: list[str] = []
+        ready: list[Ready] = []
         failure: BaseException | None = None
         parts = self._inventory.parts
         inner_calls_closure = closure is not None and any(part.choice.compute != "local" for part in parts)
@@ -163,15 +164,16 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
                     loss = closure()
             for part in parts:
                 run_pre_hooks(part.inner, closure)
-                redistribute += part.presentation.preflight()
+            ready = [part.presentation.preflight() for part in parts]
         except BaseException as error:
             failure = error
-        self._vote("step", failure, every_step=True, digest="\n".join(redistribute).encode())
+        unaligned = "\n".join(fqn for one in ready for fqn in one.unaligned.values())
+        self._vote("step", failure, every_step=True, digest=unaligned.encode())
         self._moves += 1
         amp = amp_attributes(self)
         try:
-            for part in parts:
-                result = part.presentation.step(closure if inner_calls_closure else None, amp)
+            for part, one in zip(parts, ready, strict=True):
+                result = part.presentation.step(one, closure if inner_calls_closure else None, amp)
                 loss = result if inner_calls_closure else loss
                 run_post_hooks(part.inner, closure)
         except BaseException as error:
@@ -347,7 +349,9 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         self, operation: str, failure: BaseException | None, *, every_step: bool = False, digest: bytes = b""
     ) -> None:
         if self._consensus == "every-step" or (self._consensus == "checkpoint" and not every_step):
-            self._scope.vote(operation, problem=failure, digest=b"" if failure else digest)
+            # Hashed because a vote's record has room for a fingerprint only, not for a list of names.
+            fingerprint = hashlib.blake2b(digest, digest_size=16).digest() if digest and not failure else b""
+            self._scope.vote(operation, problem=failure, digest=fingerprint)
         if failure is not None:
             raise failure
 

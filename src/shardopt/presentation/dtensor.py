@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from shardopt.layouts.tracked import Tracked
-from shardopt.presentation.presentation import Presentation
+from shardopt.presentation.presentation import Presentation, Ready
 
 __all__ = ["DTensorPresentation"]
 
@@ -18,12 +18,12 @@ class DTensorPresentation(Presentation):
 
     name: ClassVar[str] = "dtensor"
 
-    def preflight(self) -> list[str]:
+    def preflight(self) -> Ready:
         """Checks the groups only; torch's dispatch redistributes gradients itself."""
         self.check_groups()
-        return []
+        return Ready()
 
-    def step(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
+    def step(self, ready: Ready, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
         """Runs the inner update on the DTensors."""
         return self._run(closure, amp)
 

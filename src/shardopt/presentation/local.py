@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.errors import PlacementError, PresentationError
 from shardopt.layouts.tracked import Tracked
-from shardopt.presentation.presentation import Presentation
-from shardopt.torch_compat import local_shard, same_spec, spec_token
+from shardopt.presentation.presentation import Presentation, Ready
+from shardopt.torch_compat import gradients_of, local_shard, same_spec, shard_in_place, spec_token
 
 __all__ = ["LocalPresentation"]
 
@@ -79,80 +80,77 @@ class LocalPresentation(Presentation):
                     "parameter."
                 )
 
-    def preflight(self) -> list[str]:
-        """Checks groups and gradients, and points each leaf at this rank's part of the gradient."""
+    def preflight(self) -> Ready:
+        """Checks groups and gradients, and finds this rank's part of each gradient."""
         self.check_groups()
-        redistribute: list[str] = []
-        for view in self._views:
-            param = view.param
-            if local_shard(param) is not view.shard:
-                self._refresh(view)
-            grad = param.grad
-            if grad is None:
-                continue
-            if not isinstance(grad, DTensor):
-                raise PresentationError(
-                    f"{view.fqn}: the parameter is a DTensor placed {param.placements}, but its gradient is a plain "
-                    f"tensor of shape {tuple(grad.shape)}; assign gradients as DTensors placed like the parameter."
-                )
-            spec = spec_token(grad)
-            if spec is not view.matching_spec:
-                if not same_spec(grad, param):
-                    redistribute.append(view.fqn)
-                    continue
-                view.matching_spec = spec
-            view.leaf.grad = local_shard(grad)
-        return redistribute
+        params = [view.param for view in self._views]
+        if not all(map(is_, map(shard_in_place, params), [view.shard for view in self._views])):
+            self._refresh()
+        ready = Ready()
+        for view, grad in zip(self._views, gradients_of(params), strict=True):
+            # The usual gradient passes by identity alone: FSDP2 gives it its parameter's own spec.
+            if type(grad) is DTensor and spec_token(grad) is view.matching_spec:
+                shard = shard_in_place(grad)
+                ready.gradients.append(shard if type(shard) is Tensor else local_shard(grad))
+            else:
+                ready.gradients.append(_unusual_gradient(view, grad, ready))
+        return ready
 
-    def _refresh(self, view: _View) -> None:
+    def _refresh(self) -> None:
         # to_empty() and .to(dtype) put a new local tensor into the same parameter.
-        shard = local_shard(view.param)
-        if shard.shape != view.shard.shape or shard.dtype != view.shard.dtype or shard.device != view.shard.device:
-            raise PresentationError(
-                f"{view.fqn}: this rank's shard was {view.shard.dtype}{tuple(view.shard.shape)} on {view.shard.device} when "
-                f"the optimizer was wrapped and is now {shard.dtype}{tuple(shard.shape)} on {shard.device}; build the "
-                "optimizer and the wrapper after the model has its final dtype, shape and device."
-            )
-        del self._param_of[id(view.leaf)]
-        view.shard = shard
-        view.leaf = nn.Parameter(shard.detach(), requires_grad=view.param.requires_grad)
-        self._show(view)
+        for view in self._views:
+            shard, known = local_shard(view.param), view.shard
+            if shard is known:
+                continue
+            if shard.shape != known.shape or shard.dtype != known.dtype or shard.device != known.device:
+                raise PresentationError(
+                    f"{view.fqn}: this rank's shard was {known.dtype}{tuple(known.shape)} on {known.device} when the "
+                    f"optimizer was wrapped and is now {shard.dtype}{tuple(shard.shape)} on {shard.device}; build the "
+                    "optimizer and the wrapper after the model has its final dtype, shape and device."
+                )
+            del self._param_of[id(view.leaf)]
+            view.shard = shard
+            view.leaf = nn.Parameter(shard.detach(), requires_grad=view.param.requires_grad)
+            self._show(view)
         self._relist()
 
-    def step(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
+    def step(self, ready: Ready, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
         """Swaps, steps, and swaps back, also when the inner optimizer raises."""
-        for view in self._views:
-            grad = view.param.grad
-            if grad is not None and view.leaf.grad is None:
-                # Tensor-parallel replicas arrive as partial sums; the vote has shown that every rank has them.
-                placements = view.param.placements
-                view.leaf.grad = local_shard(grad.redistribute(placements=placements))  # pyrefly: ignore
+        for index in ready.unaligned:
+            # Tensor-parallel replicas arrive as partial sums; the vote has shown that every rank has them.
+            param = self._views[index].param
+            aligned = param.grad.redistribute(placements=param.placements)  # pyrefly: ignore
+            ready.gradients[index] = local_shard(aligned)
         user_state = self.inner.state
-        self._enter(user_state)
+        shown: defaultdict[Any, Any] = defaultdict(dict)
+        shown.update(zip(_renamed(user_state, self._leaf_of), user_state.values(), strict=True))
         try:
+            self._enter(shown, ready.gradients)
             return self._run(closure, amp)
         finally:
             self._leave(user_state)
 
-    def _enter(self, user_state: dict[Any, Any]) -> None:
-        leaf_of = self._leaf_of
-        shown: defaultdict[Any, Any] = defaultdict(dict)
-        for key, value in user_state.items():
-            shown[leaf_of.get(id(key), key)] = value
-        self.inner.state = shown
+    def _enter(self, shown: defaultdict[Any, Any], gradients: Sequence[Tensor | None]) -> None:
+        for view, gradient in zip(self._views, gradients, strict=True):
+            view.leaf.grad = gradient
         for group, leaves in zip(self.inner.param_groups, self._leaf_lists, strict=True):
             # In place: some optimizers keep the list itself (LBFGS).
             group["params"][:] = leaves
+        self.inner.state = shown
 
-    def _leave(self, user_state: dict[Any, Any]) -> None:
+    def _leave(self, user_state: defaultdict[Any, Any]) -> None:
         shown = self.inner.state
-        param_of = self._param_of
-        user_state.clear()
-        for key, value in shown.items():
-            user_state[param_of.get(id(key), key)] = value
-        self.inner.state = user_state
-        for group, params in zip(self.inner.param_groups, self._lists, strict=True):
-            group["params"][:] = params
+        if shown is not user_state:
+            self.inner.state = user_state
+            params = list(_renamed(shown, self._param_of))
+            # Nearly always true, and an identity test costs a tenth of filing each value anew under a tensor.
+            unchanged = len(shown) == len(user_state) and all(map(is_, params, user_state))
+            if not (unchanged and all(map(is_, shown.values(), user_state.values()))):
+                restored = dict(zip(params, shown.values(), strict=True))
+                user_state.clear()
+                user_state.update(restored)
+        for group, listed in zip(self.inner.param_groups, self._lists, strict=True):
+            group["params"][:] = listed
         for view in self._views:
             # A leaf that kept its gradient would hold the memory past zero_grad(set_to_none=True).
             view.leaf.grad = None
@@ -160,3 +158,26 @@ class LocalPresentation(Presentation):
     def to_state(self, tracked: Tracked, local: Tensor) -> Tensor:
         """The local tensor itself."""
         return local
+
+
+def _unusual_gradient(view: _View, grad: Tensor | None, ready: Ready) -> Tensor | None:
+    """This rank's part of a gradient, or None when there is none or, as noted in ``ready``, not yet."""
+    if grad is None:
+        return None
+    param = view.param
+    if not isinstance(grad, DTensor):
+        raise PresentationError(
+            f"{view.fqn}: the parameter is a DTensor placed {param.placements}, but its gradient is a plain "
+            f"tensor of shape {tuple(grad.shape)}; assign gradients as DTensors placed like the parameter."
+        )
+    if not same_spec(grad, param):
+        ready.unaligned[len(ready.gradients)] = view.fqn
+        return None
+    view.matching_spec = spec_token(grad)
+    return local_shard(grad)
+
+
+def _renamed(state: Iterable[Any], names: dict[int, Tensor]) -> Iterator[Any]:
+    """The keys of ``state``, tensors by the name they have in ``names``; all else keeps its own."""
+    keys = list(state)
+    return map(names.get, map(id, keys), keys)

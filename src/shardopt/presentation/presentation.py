@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -16,12 +17,26 @@ from shardopt.layouts.catalog import is_whole_matrix, spec_of
 from shardopt.layouts.tracked import Tracked
 from shardopt.torch_compat import raw_step
 
-__all__ = ["COMPUTE", "Choice", "Presentation", "amp_attributes", "choose", "qualified_name"]
+__all__ = ["COMPUTE", "Choice", "Presentation", "Ready", "amp_attributes", "choose", "qualified_name"]
 
 COMPUTE: tuple[str, ...] = ("auto", "local", "dtensor")
 
 # Attributes through which GradScaler hands its scale and verdict to an optimizer's own kernel.
 _AMP_ATTRIBUTES = ("grad_scale", "found_inf")
+
+
+@dataclass(slots=True)
+class Ready:
+    """What ``preflight`` found. Not kept by the presentation: gradients must not outlive ``zero_grad``.
+
+    Attributes:
+        gradients: this rank's part of each gradient, in the presentation's own order; None where there is none.
+        unaligned: index -> FQN of the gradients that have to be redistributed to their parameter's placements first;
+            that communicates, so they must be the same on every rank.
+    """
+
+    gradients: list[Tensor | None] = field(default_factory=list)
+    unaligned: dict[int, str] = field(default_factory=dict)
 
 
 class Presentation(ABC):
@@ -50,26 +65,23 @@ class Presentation(ABC):
         """
         groups = self.inner.param_groups
         same = len(groups) == len(self._lists) and all(
-            len(group["params"]) == len(known) and all(map(_is, group["params"], known))
+            len(group["params"]) == len(known) and all(map(is_, group["params"], known))
             for group, known in zip(groups, self._lists, strict=False)
         )
         if not same:
             raise PresentationError(
                 f"the parameter groups of {type(self.inner).__name__} no longer hold the parameters they were wrapped "
-                "with; add parameters through ShardedStateOptimizer.add_param_group, and wrap again after replacing them."
+                "with; add parameters through ShardedStateOptimizer.add_param_group, and wrap again after replacing "
+                "them."
             )
 
     @abstractmethod
-    def preflight(self) -> list[str]:
-        """Checks gradients before anything is written; no communication.
-
-        Returns:
-            FQNs whose gradient has to be redistributed to its parameter's placements, the same on every rank.
-        """
+    def preflight(self) -> Ready:
+        """Checks gradients before anything is written; no communication."""
 
     @abstractmethod
-    def step(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
-        """Runs the inner update once. May communicate, the same calls on every rank."""
+    def step(self, ready: Ready, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
+        """Runs the inner update once, with what ``preflight`` found. May communicate, the same calls on every rank."""
 
     @abstractmethod
     def to_state(self, tracked: Tracked, local: Tensor) -> Tensor:
@@ -86,10 +98,6 @@ class Presentation(ABC):
         finally:
             for key in amp:
                 delattr(self.inner, key)
-
-
-def _is(left: object, right: object) -> bool:
-    return left is right
 
 
 def _plain(value: Tensor) -> Tensor:
@@ -134,6 +142,6 @@ def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
     else:
         why = "is not known to be element-wise (a subclass of a known class may change its rule)"
     raise PresentationError(
-        f"{label} {why}, so compute={compute!r} could silently differ from the unsharded run. Pass compute='dtensor' to "
-        "run it on the DTensors with torch's own dispatch, if its rule supports them."
+        f"{label} {why}, so compute={compute!r} could silently differ from the unsharded run. Pass compute='dtensor' "
+        "to run it on the DTensors with torch's own dispatch, if its rule supports them."
     )
