@@ -159,11 +159,11 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
                 raise ShardoptError(self._poisoned_text())
             if inner_calls_closure and len(parts) > 1:
                 raise PresentationError("a closure with several optimizers needs all of them to be element-wise.")
+            for part in parts:
+                run_pre_hooks(part.inner, closure)
             if closure is not None and not inner_calls_closure:
                 with torch.enable_grad():
                     loss = closure()
-            for part in parts:
-                run_pre_hooks(part.inner, closure)
             ready = [part.presentation.preflight() for part in parts]
         except BaseException as error:
             failure = error
@@ -360,8 +360,14 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         self._poison = None
 
     def _track_group(self, param_group: dict[str, Any]) -> list[Tracked]:
+        self._inventory.check_groups()
         params = param_group["params"]
-        listed = [params] if isinstance(params, Tensor) else list(params)
+        if isinstance(params, set):
+            raise TypeError("the parameters of a group need an order that is the same on every rank; pass them in a list.")
+        if not isinstance(params, (Tensor, list)):
+            # One look uses a generator up, and the wrapped optimizer needs to look too.
+            params = param_group["params"] = list(params)
+        listed = [params] if isinstance(params, Tensor) else params
         listed = [item[1] if isinstance(item, tuple) else item for item in listed]
         index = len(self.param_groups)
         tracked = [
@@ -374,6 +380,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
                 f"the new parameters live on ranks {sorted(beyond)} too, the optimizer on {list(self._scope.ranks)}; "
                 "wrap a second optimizer for them."
             )
+        self._inventory.refuse_twice(tracked)
         return tracked
 
 

@@ -101,15 +101,30 @@ def storage_token(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _patched_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
+    """A step that somebody has put on the instance, or None when there is none but a scheduler's.
+
+    A scheduler patches the optimizer it is built on, to note in ``_opt_called`` that it has stepped.
+    """
+    step = vars(optimizer).get("step")
+    if getattr(step, "_wrapped_by_lr_sched", False) and step.__wrapped__ is type(optimizer).step:  # pyrefly: ignore
+        return None
+    return step
+
+
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The optimizer's update without torch's hook wrapper around it, bound to the optimizer.
+    """The optimizer's update without torch's hook wrapper around it, bound to the optimizer; for one call, now.
 
     ``Optimizer.profile_hook_step`` wraps ``step`` once per class and runs global and instance hooks in
     it. The wrapper runs those itself, once, while the parameters are still the user's. A step that was
-    patched on the instance (a scheduler built on the inner optimizer) is called as it is.
+    patched on the instance is called as it is.
     """
+    patched = _patched_step(optimizer)
+    if patched is not None:
+        return patched
     if "step" in vars(optimizer):
-        return optimizer.step
+        # All that the scheduler's patch would do; without it the scheduler warns that nothing has stepped.
+        optimizer._opt_called = True
     step = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # pyrefly: ignore
@@ -126,8 +141,10 @@ def run_pre_hooks(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] |
     Raises:
         TypeError: a hook replaces the step's arguments.
     """
+    if _patched_step(optimizer) is not None:
+        return
     for hook in optimizer._optimizer_step_pre_hooks.values():
-        if "step" not in vars(optimizer) and hook(optimizer, (closure,), {}) is not None:
+        if hook(optimizer, _step_arguments(optimizer, closure), {}) is not None:
             raise TypeError(
                 f"a step pre-hook of the wrapped {type(optimizer).__name__} returned new arguments; register hooks "
                 "that replace arguments on the ShardedStateOptimizer."
@@ -136,9 +153,15 @@ def run_pre_hooks(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] |
 
 def run_post_hooks(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> None:
     """Runs the optimizer's own step post-hooks, which ``raw_step`` leaves out."""
+    if _patched_step(optimizer) is not None:
+        return
     for hook in optimizer._optimizer_step_post_hooks.values():
-        if "step" not in vars(optimizer):
-            hook(optimizer, (closure,), {})
+        hook(optimizer, _step_arguments(optimizer, closure), {})
+
+
+def _step_arguments(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, ...]:
+    # As torch passes them on from optimizer.step() and optimizer.step(closure): with the optimizer itself.
+    return (optimizer,) if closure is None else (optimizer, closure)
 
 
 def own_store(prefix: str) -> dist.Store:

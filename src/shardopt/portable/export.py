@@ -57,7 +57,9 @@ def export(inventory: Inventory) -> Export:
 
     Raises:
         PlacementError: an entry has no known place; every one is listed.
+        PresentationError: the groups no longer hold the parameters they were wrapped with.
     """
+    inventory.check_groups()
     notes = inventory.refuse_stray_state()
     groups = inventory.groups()
     handles: dict[str, Handle] = {}

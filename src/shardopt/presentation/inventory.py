@@ -42,15 +42,32 @@ class Inventory:
         Raises:
             NamingError: a parameter is in two places; nothing has been added.
         """
-        seen = set(self.by_fqn)
-        twice = [item.fqn for item in tracked if item.fqn in seen or seen.add(item.fqn)]
-        if twice:
-            raise NamingError(f"{twice}: a parameter may be in one group of one optimizer only.")
+        self.refuse_twice(tracked)
         for index, part in enumerate(self.parts):
             part.presentation.register([item for item in tracked if item.optimizer == index])
         self.tracked.extend(tracked)
         self.by_fqn.update((item.fqn, item) for item in tracked)
         self.by_id.update((id(item.param), item) for item in tracked)
+
+    def refuse_twice(self, tracked: Sequence[Tracked]) -> None:
+        """Checks that new parameters are new, and each of them there once.
+
+        Raises:
+            NamingError: a parameter is in two places.
+        """
+        seen = set(self.by_fqn)
+        twice = [item.fqn for item in tracked if item.fqn in seen or seen.add(item.fqn)]
+        if twice:
+            raise NamingError(f"{twice}: a parameter may be in one group of one optimizer only.")
+
+    def check_groups(self) -> None:
+        """Checks that every group still holds the parameters it was registered with.
+
+        Raises:
+            PresentationError: a parameter was added, removed or replaced behind the wrapper's back.
+        """
+        for part in self.parts:
+            part.presentation.check_groups()
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups of all inner optimizers: their own dicts, in order."""

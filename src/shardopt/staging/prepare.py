@@ -47,7 +47,12 @@ class Plan:
 
 
 def prepare(inventory: Inventory, state_dict: Mapping[str, Any]) -> Plan:
-    """Plans a load from the portable state, reading live state and changing none of it."""
+    """Plans a load from the portable state, reading live state and changing none of it.
+
+    Raises:
+        PresentationError: the groups no longer hold the parameters they were wrapped with.
+    """
+    inventory.check_groups()
     report = Report()
     opened = _open_manifest(state_dict, report)
     if opened is None:
