@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal as signals_module
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from tests.support.parcel import unpack
 from tests.support.rank_messages import Finished, Hosting, Job, Outcome, Reached, Release, Released, Resume, Waiting
 from tests.support.rank_process import WorkerProcess
 
@@ -169,7 +169,7 @@ class Flight:
             self._waiting.append((rank, message))
             self._resume_waiting()
         elif isinstance(message, Finished):
-            value = None if message.payload is None else pickle.loads(message.payload)
+            value = None if message.payload is None else unpack(message.payload)
             self._outcomes[rank] = replace(message.outcome, value=value)
         else:
             self._released.add(rank)

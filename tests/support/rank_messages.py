@@ -51,7 +51,7 @@ class Job:
 
     Attributes:
         port: of the job's TCP store on 127.0.0.1; None asks this rank to host it and to report the port.
-        payload: the pickled argument tuple.
+        payload: the packed argument tuple.
     """
 
     job: int
@@ -117,7 +117,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Finished:
-    """Worker to pool: the function returned (``payload`` is the pickled value) or raised."""
+    """Worker to pool: the function returned (``payload`` is the packed value) or raised."""
 
     job: int
     outcome: Outcome

@@ -12,7 +12,6 @@ import io
 import itertools
 import operator
 import os
-import pickle
 import queue
 import random
 import signal
@@ -27,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from tests.support.parcel import pack, unpack
 from tests.support.rank_messages import (
     Finished,
     Hosting,
@@ -173,7 +172,7 @@ def _execute(link: _Link, job: Job) -> Finished:
         try:
             _join(link, job)
             function = operator.attrgetter(job.qualified_name)(importlib.import_module(job.module))
-            payload = pack(function(*pickle.loads(job.payload)))
+            payload = pack(function(*unpack(job.payload)))
         except BaseException as error:
             described = {"kind": "error", **_describe(error)}
         given = tuple(f"{w.category.__name__}: {w.message} ({w.filename}:{w.lineno})" for w in caught)
@@ -201,24 +200,6 @@ def _join(link: _Link, job: Job) -> None:
         MASTER_PORT=str(store.port),
     )
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size)
-
-
-class _ResultPickler(pickle.Pickler):
-    """Sends tensors by value and refuses what is bound to this rank's process group."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, DTensor | dist.ProcessGroup | dist.DeviceMesh):
-            raise TypeError(
-                f"a {type(value).__name__} cannot leave its rank; return .to_local() or .full_tensor(), or plain values"
-            )
-        return NotImplemented
-
-
-def pack(value: Any) -> bytes:
-    """Pickles arguments or a result; tensors go by value, never as shared memory."""
-    buffer = io.BytesIO()
-    _ResultPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    return buffer.getvalue()
 
 
 def _describe(error: BaseException) -> dict[str, Any]:

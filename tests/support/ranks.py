@@ -11,10 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from tests.support.parcel import pack
 from tests.support.rank_flight import Flight, Signal
 from tests.support.rank_messages import Outcome, Stop
 from tests.support.rank_process import WorkerProcess, warm_up
-from tests.support.rank_worker import pack, reached, wait_until_reached
+from tests.support.rank_worker import reached, wait_until_reached
 
 __all__ = ["Outcome", "RankError", "RankPool", "Signal", "reached", "wait_until_reached"]
 
