@@ -23,7 +23,7 @@ from shardopt.portable.reader import read_checkpoint
 from shardopt.presentation.dtensor import DTensorPresentation
 from shardopt.presentation.inventory import Inventory, Part
 from shardopt.presentation.local import LocalPresentation
-from shardopt.presentation.presentation import Ready, amp_attributes, choose
+from shardopt.presentation.presentation import Ready, amp_scale, choose
 from shardopt.scope import Scope, ranks_of
 from shardopt.staging.fingerprint import Fingerprint
 from shardopt.staging.prepare import Plan, prepare
@@ -149,6 +149,10 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         Raises:
             RankFailureError: another rank failed before the update.
         """
+        with amp_scale(self) as amp:
+            return self._step(closure, amp)
+
+    def _step(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
         loss: Any = None
         ready: list[Ready] = []
         failure: BaseException | None = None
@@ -170,7 +174,6 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         unaligned = "\n".join(fqn for one in ready for fqn in one.unaligned.values())
         self._vote("step", failure, every_step=True, digest=unaligned.encode())
         self._moves += 1
-        amp = amp_attributes(self)
         try:
             for part, one in zip(parts, ready, strict=True):
                 result = part.presentation.step(one, closure if inner_calls_closure else None, amp)

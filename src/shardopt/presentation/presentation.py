@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from shardopt.layouts.catalog import is_whole_matrix, spec_of
 from shardopt.layouts.tracked import Tracked
 from shardopt.torch_compat import raw_step
 
-__all__ = ["COMPUTE", "Choice", "Presentation", "Ready", "amp_attributes", "choose", "qualified_name"]
+__all__ = ["COMPUTE", "Choice", "Presentation", "Ready", "amp_scale", "choose", "qualified_name"]
 
 COMPUTE: tuple[str, ...] = ("auto", "local", "dtensor")
 
@@ -104,10 +105,20 @@ def _plain(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def amp_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What GradScaler has left on ``optimizer`` for this step; empty when it is not in use."""
+@contextmanager
+def amp_scale(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Tensor]]:
+    """What GradScaler has left on ``optimizer`` for the step inside; empty when it is not in use.
+
+    A step that raises takes it off: GradScaler does so only after one that returns, and would multiply
+    the scale it finds with the next one.
+    """
     found = vars(optimizer)
-    return {key: found[key] for key in _AMP_ATTRIBUTES if found.get(key) is not None}
+    try:
+        yield {key: found[key] for key in _AMP_ATTRIBUTES if found.get(key) is not None}
+    except BaseException:
+        for key in _AMP_ATTRIBUTES:
+            found.pop(key, None)
+        raise
 
 
 def qualified_name(inner: torch.optim.Optimizer) -> str:
