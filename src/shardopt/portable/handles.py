@@ -286,8 +286,22 @@ class BytesHandle(Handle):
         box = Box((0,), (total_bytes,))
         return [Scratch(box, torch.uint8, lambda: torch.empty(total_bytes, dtype=torch.uint8))]
 
+    def problem(self) -> str | None:
+        """Why a load did not bring all of its bytes, in words; None when they are there to be used."""
+        if self.scratch is None:
+            return None
+        if not self.scratch:
+            return f"saved with shape {self.saved_size}, expected one dim of bytes."
+        (scratch,) = self.scratch
+        if scratch.wrong_dtype is not None:
+            return f"saved as {scratch.wrong_dtype}, expected bytes (uint8)."
+        gap = scratch.missing()
+        if gap is not None:
+            return f"the bytes from {gap.offset[0]} to {gap.end[0]} were not delivered; the checkpoint is incomplete."
+        return None
+
     def contents(self) -> Tensor:
-        """The bytes: as loaded if a load read them, else the live ones in one piece."""
+        """The bytes: as loaded if a load read them, else the live ones in one piece. Ask for ``problem`` first."""
         if self.scratch is not None:
             return self.scratch[0].tensor()
         data = torch.empty(tuple(self.shape), dtype=torch.uint8)

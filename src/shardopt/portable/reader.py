@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shardopt.errors import LoadError, ShardoptError
+from shardopt.errors import FormatError, LoadError, ShardoptError
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.export import handle_for
 from shardopt.portable.handles import BytesHandle, Handle
@@ -33,9 +33,8 @@ def read_checkpoint(
         The portable state, its handles filled, ready to be prepared.
 
     Raises:
-        LoadError: the path cannot be read, holds no optimizer of shardopt or several of them, or lacks keys that
-            its manifest names.
-        FormatError: the manifest is damaged or of an unknown format version.
+        LoadError: the path cannot be read, holds no optimizer of shardopt or several of them, lacks keys that its
+            manifest names, or has a manifest that is damaged or of an unknown format version.
     """
     try:
         return _read_all(path, tracked, prefix)
@@ -52,7 +51,13 @@ def _read_all(path: str | os.PathLike[str], tracked: Mapping[str, Tracked], pref
     root = _find_prefix(path, metadata, prefix)
     manifest_handle = BytesHandle.of(b"")
     _read(reader, metadata, {root + MANIFEST_KEY: manifest_handle})
-    manifest = read_manifest(manifest_handle.contents().numpy().tobytes())
+    problem = manifest_handle.problem()
+    if problem is not None:
+        raise LoadError(f"{path}: {MANIFEST_KEY}: {problem}")
+    try:
+        manifest = read_manifest(manifest_handle.contents().numpy().tobytes())
+    except FormatError as error:
+        raise LoadError(f"{path}: {error}") from error
     handles: dict[str, Handle] = {}
     for fqn, parameter in manifest.parameters.items():
         live = tracked.get(fqn)
@@ -70,6 +75,14 @@ def _read_all(path: str | os.PathLike[str], tracked: Mapping[str, Tracked], pref
             f"{path}: the manifest names {len(lost)} entries that the checkpoint does not have: "
             f"{', '.join(lost[:20])}. It is incomplete; load another one.",
             lost,
+        )
+    # Never read: DCP would unpickle them.
+    pickled = [key for key in handles if not isinstance(saved[root + key], TensorStorageMetadata)]
+    if pickled:
+        raise LoadError(
+            f"{path}: {len(pickled)} entries are not stored as tensors but pickled: {', '.join(pickled[:20])}. They "
+            "were not written by shardopt; load another checkpoint.",
+            pickled,
         )
     _read(reader, metadata, {root + key: handle for key, handle in handles.items()})
     handles[MANIFEST_KEY] = manifest_handle

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardopt.errors import FormatError
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.encode import decode
-from shardopt.portable.handles import BoxHandle, BytesHandle, Handle
+from shardopt.portable.handles import BoxHandle, BytesHandle
 from shardopt.portable.keys import blob_key, state_key
 from shardopt.portable.manifest import ElementwiseEntry, Manifest, ValueEntry, WholeEntry
 from shardopt.portable.packing import unpack
@@ -106,7 +106,10 @@ def _loaded_box(tracked: Tracked, name: str, entry: ElementwiseEntry, source: So
     """This rank's part of an element-wise entry, or None with a problem reported."""
     label = f"{tracked.fqn}: state {name!r}"
     handle = source.handles.get(state_key(tracked.fqn, name))
-    if not isinstance(handle, BoxHandle):
+    if handle is not None and not isinstance(handle, BoxHandle):
+        report.problems.append(f"{label} is not stored as a tensor but as a pickled {type(handle).__name__}.")
+        return None
+    if handle is None:
         report.problems.append(
             f"{label} is in the checkpoint, but this optimizer did not ask for it under its present options; build it "
             "with the options it was saved with, or use prepare_load(path), which asks for what the checkpoint has."
@@ -197,16 +200,14 @@ def _unpack_whole(tracked: Tracked, source: Source, report: Report) -> dict[str,
         return {}
 
 
-def bytes_of(handle: Handle, label: str, from_storage: bool, report: Report) -> Tensor | None:
+def bytes_of(handle: Any, label: str, from_storage: bool, report: Report) -> Tensor | None:
     """The bytes of a handle that were fully delivered, or None with a problem reported."""
     if not isinstance(handle, BytesHandle):
-        report.problems.append(f"{label}: expected bytes, found {type(handle).__name__}.")
-    elif from_storage and not handle.scratch:
-        report.problems.append(f"{label}: not read; saved with shape {handle.saved_size}, expected one dim of bytes.")
-    elif from_storage and handle.scratch and handle.scratch[0].wrong_dtype is not None:
-        report.problems.append(f"{label}: saved as {handle.scratch[0].wrong_dtype}, expected bytes (uint8).")
-    elif from_storage and handle.scratch and handle.scratch[0].missing() is not None:
-        report.problems.append(f"{label}: {handle.scratch[0].missing()} was not delivered.")
+        report.problems.append(f"{label}: expected bytes, found a pickled {type(handle).__name__}.")
+    elif from_storage and not handle.was_read:
+        report.problems.append(f"{label}: not read; the load skipped its key.")
+    elif (problem := handle.problem()) is not None:
+        report.problems.append(f"{label}: {problem}")
     else:
         return handle.contents()
     return None
