@@ -144,13 +144,7 @@ def _export_parameter(
         _put(handles, blob_key(tracked.fqn), BytesHandle.make(packed.chunks, packed.total_bytes), tracked)
         if whole:
             blob = packed.total_bytes
-            # Entry names are strings without tags, so the packed dict is a plain JSON object.
-            if not isinstance(packed.layout, dict) or packed.layout.keys() != whole.keys():
-                raise PlacementError(
-                    f"{tracked.fqn}: state entries {sorted(whole)} cannot be named in the manifest; rename them."
-                )
-            layout = packed.layout
-            entries.update((name, WholeEntry(layout[name])) for name in whole)
+            entries.update((name, WholeEntry(layout)) for name, layout in packed.entries().items())
     return ParameterRecord(
         shape=tracked.shape,
         dtype=dtype_name(tracked.param.dtype),

@@ -17,6 +17,7 @@ from shardopt.portable.handles import BoxHandle, BytesHandle
 from shardopt.portable.keys import blob_key, state_key
 from shardopt.portable.manifest import ElementwiseEntry, Manifest, ValueEntry, WholeEntry
 from shardopt.portable.packing import unpack
+from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import dtype_name
 from shardopt.presentation.inventory import Inventory
 from shardopt.staging.report import Report
@@ -192,12 +193,20 @@ def _unpack_whole(tracked: Tracked, source: Source, report: Report) -> dict[str,
     data = bytes_of(handle, label, source.from_storage, report)
     if data is None:
         return {}
-    entries = source.manifest.parameters[tracked.fqn].entries
+    record = source.manifest.parameters[tracked.fqn]
+    if data.numel() != record.blob:
+        report.problems.append(f"{label}: {data.numel()} bytes, expected the {record.blob} that the manifest names.")
+        return {}
+    layouts: dict[str, Json] = {
+        name: entry.packing for name, entry in record.entries.items() if isinstance(entry, WholeEntry)
+    }
     try:
-        return {n: unpack(e.packing, data, copy=True, path=n) for n, e in entries.items() if isinstance(e, WholeEntry)}
+        # All entries at once: a tensor that two of them share comes back as one.
+        value = unpack(layouts, data, copy=True, path=tracked.fqn)
     except FormatError as error:
         report.problems.append(f"{label}: {error}")
         return {}
+    return value if isinstance(value, dict) else {}
 
 
 def bytes_of(handle: Any, label: str, from_storage: bool, report: Report) -> Tensor | None:
