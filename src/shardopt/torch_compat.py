@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "run_post_hooks",
     "run_pre_hooks",
     "same_spec",
+    "set_gradients",
     "shard_in_place",
     "spec_token",
     "storage_token",
@@ -64,6 +65,13 @@ def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
     """
     with torch._C.DisableTorchFunctionSubclass():
         return [param.grad for param in params]
+
+
+def set_gradients(leaves: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
+    """Sets ``grad`` of each leaf, without asking whether it overrides ``grad``, as in ``gradients_of``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
 
 
 # What `local_shard` returns unless the tensor is still on its way to this rank (AsyncCollectiveTensor). Called for

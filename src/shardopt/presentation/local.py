@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from operator import is_
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardopt.errors import PlacementError, PresentationError
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.presentation import Presentation, Ready
-from shardopt.torch_compat import gradients_of, local_shard, same_spec, shard_in_place, spec_token
+from shardopt.torch_compat import gradients_of, local_shard, same_spec, set_gradients, shard_in_place, spec_token
 
 __all__ = ["LocalPresentation"]
 
@@ -35,8 +36,11 @@ class _View:
 class LocalPresentation(Presentation):
     """Swaps DTensor parameters for leaves over their shards while the inner optimizer steps.
 
-    The leaves share memory with the parameters for good; only the lists and the state's keys are
-    swapped. Between steps the state's values are plain local tensors under the user's parameters.
+    The leaves share memory with the parameters for good; what is swapped is each group's list and the state, another
+    mapping of the same values. Between steps the state's values are plain local tensors under the user's parameters.
+
+    A step touches objects of every parameter, and the update in its middle drives them from the cache. What counts is
+    therefore how often each is touched, not how many instructions that takes: whole lists are exchanged, not filled.
     """
 
     name: ClassVar[str] = "local"
@@ -46,6 +50,7 @@ class LocalPresentation(Presentation):
         self._views: list[_View] = []
         self._leaf_of: dict[int, Tensor] = {}
         self._param_of: dict[int, Tensor] = {}
+        self._leaves: list[Tensor] = []
         self._leaf_lists: list[list[Tensor]] = []
 
     def register(self, tracked: Sequence[Tracked]) -> None:
@@ -68,6 +73,7 @@ class LocalPresentation(Presentation):
         self._param_of[id(view.leaf)] = view.param
 
     def _relist(self) -> None:
+        self._leaves = [view.leaf for view in self._views]
         self._leaf_lists = [[self._leaf_of.get(id(p), p) for p in known] for known in self._lists]
 
     def _check_state(self, tracked: Tracked, param: DTensor) -> None:
@@ -122,38 +128,39 @@ class LocalPresentation(Presentation):
             aligned = param.grad.redistribute(placements=param.placements)  # pyrefly: ignore
             ready.gradients[index] = local_shard(aligned)
         user_state = self.inner.state
+        user_lists = [group["params"] for group in self.inner.param_groups]
         shown: defaultdict[Any, Any] = defaultdict(dict)
         shown.update(zip(_renamed(user_state, self._leaf_of), user_state.values(), strict=True))
         try:
-            self._enter(shown, ready.gradients)
+            self._enter(shown, ready)
             return self._run(closure, amp)
         finally:
-            self._leave(user_state)
+            self._leave(user_state, user_lists)
 
-    def _enter(self, shown: defaultdict[Any, Any], gradients: Sequence[Tensor | None]) -> None:
-        for view, gradient in zip(self._views, gradients, strict=True):
-            view.leaf.grad = gradient
+    def _enter(self, shown: defaultdict[Any, Any], ready: Ready) -> None:
+        set_gradients(self._leaves, ready.gradients)
+        # Dropped while they are in the cache; after the update, that would fetch each of them once more.
+        ready.gradients.clear()
         for group, leaves in zip(self.inner.param_groups, self._leaf_lists, strict=True):
-            # In place: some optimizers keep the list itself (LBFGS).
-            group["params"][:] = leaves
+            group["params"] = leaves
         self.inner.state = shown
 
-    def _leave(self, user_state: defaultdict[Any, Any]) -> None:
+    def _leave(self, user_state: defaultdict[Any, Any], user_lists: Sequence[list[Tensor]]) -> None:
         shown = self.inner.state
-        if shown is not user_state:
-            self.inner.state = user_state
-            params = list(_renamed(shown, self._param_of))
-            # Nearly always true, and an identity test costs a tenth of filing each value anew under a tensor.
-            unchanged = len(shown) == len(user_state) and all(map(is_, params, user_state))
-            if not (unchanged and all(map(is_, shown.values(), user_state.values()))):
-                restored = dict(zip(params, shown.values(), strict=True))
-                user_state.clear()
-                user_state.update(restored)
-        for group, listed in zip(self.inner.param_groups, self._lists, strict=True):
-            group["params"][:] = listed
-        for view in self._views:
-            # A leaf that kept its gradient would hold the memory past zero_grad(set_to_none=True).
-            view.leaf.grad = None
+        self.inner.state = user_state
+        for group, params in zip(self.inner.param_groups, user_lists, strict=True):
+            group["params"] = params
+        # A leaf that kept its gradient would hold the memory past zero_grad(set_to_none=True).
+        set_gradients(self._leaves, repeat(None, len(self._leaves)))
+        if shown is user_state:
+            return
+        params = list(_renamed(shown, self._param_of))
+        # Nearly always true, and an identity test costs a tenth of filing each value anew under a tensor.
+        unchanged = len(shown) == len(user_state) and all(map(is_, params, user_state))
+        if not (unchanged and all(map(is_, shown.values(), user_state.values()))):
+            restored = dict(zip(params, shown.values(), strict=True))
+            user_state.clear()
+            user_state.update(restored)
 
     def to_state(self, tracked: Tracked, local: Tensor) -> Tensor:
         """The local tensor itself."""
