@@ -366,7 +366,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         self._inventory.check_groups()
         params = param_group["params"]
         if isinstance(params, set):
-            raise TypeError("the parameters of a group need an order that is the same on every rank; pass them in a list.")
+            raise TypeError("parameters of a group need an order that is the same on all ranks; pass them in a list.")
         if not isinstance(params, (Tensor, list)):
             # One look uses a generator up, and the wrapped optimizer needs to look too.
             params = param_group["params"] = list(params)

@@ -15,7 +15,10 @@ from shardopt import ShardedStateOptimizer
 from tests.support.rules import state, weights
 
 CLASSES = [torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD]
-EACH = [pytest.mark.parametrize("cls", CLASSES), pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])]
+EACH = [
+    pytest.mark.parametrize("cls", CLASSES),
+    pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"]),
+]
 OVERFLOW_AT = 2
 
 
@@ -100,7 +103,10 @@ def test_an_overflow_step_changes_nothing() -> None:
 def test_several_optimizers_of_which_one_is_fused() -> None:
     model, other = linear(), linear()
     bare = [build(torch.optim.AdamW, model[0].parameters(), True), build(torch.optim.SGD, model[1].parameters(), False)]
-    inner = [build(torch.optim.AdamW, other[0].parameters(), True), build(torch.optim.SGD, other[1].parameters(), False)]
+    inner = [
+        build(torch.optim.AdamW, other[0].parameters(), True),
+        build(torch.optim.SGD, other[1].parameters(), False),
+    ]
     optimizer = ShardedStateOptimizer(inner, other)
     assert not optimizer._step_supports_amp_scaling
     scaler, its = GradScaler("cpu", init_scale=1024.0), GradScaler("cpu", init_scale=1024.0)

@@ -72,7 +72,9 @@ def test_tied_parameters_have_the_first_name_and_aliases() -> None:
 
 
 def test_two_parameters_of_one_name_are_refused_and_all_are_listed() -> None:
-    with pytest.raises(NamingError, match=r"2 names stand for two parameters each.*: 0.weight, 2.weight\. .*ModuleDict"):
+    with pytest.raises(
+        NamingError, match=r"2 names stand for two parameters each.*: 0.weight, 2.weight\. .*ModuleDict"
+    ):
         names_of([nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2, bias=False)), _without_bias()])
     model = nn.Module()
     model.register_module("_orig_mod", nn.Linear(2, 2, bias=False))
@@ -95,8 +97,13 @@ def test_parameters_are_named_in_the_groups_order() -> None:
 
 def test_a_parameter_of_no_model_is_refused_and_all_are_listed() -> None:
     model = block()
-    groups = [{"params": [*model.parameters()]}, {"params": [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(()))]}]
-    sentence = r"2 optimizer parameters are in none of the models: group 1 position 0 of shape \(3,\), group 1 position 1 of"
+    groups = [
+        {"params": [*model.parameters()]},
+        {"params": [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(()))]},
+    ]
+    sentence = (
+        r"2 optimizer parameters are in none of the models: group 1 position 0 of shape \(3,\), group 1 position 1 of"
+    )
     with pytest.raises(NamingError, match=sentence) as caught:
         name_parameters(groups, [model])
     assert "Pass every module that holds them (model=[model, head])" in str(caught.value)

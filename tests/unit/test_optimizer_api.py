@@ -46,7 +46,10 @@ def test_the_overridden_methods_are_found() -> None:
 @pytest.mark.parametrize("name", sorted(overridden()))
 def test_an_overridden_method_takes_what_torchs_takes(name: str) -> None:
     ours, torchs = (
-        [(parameter.name, parameter.kind, parameter.default) for parameter in inspect.signature(one).parameters.values()]
+        [
+            (parameter.name, parameter.kind, parameter.default)
+            for parameter in inspect.signature(one).parameters.values()
+        ]
         for one in overridden()[name]
     )
     assert ours == torchs

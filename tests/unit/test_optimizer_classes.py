@@ -1,4 +1,4 @@
-"""Every element-wise class of torch.optim with each of its flags: wrapped it is the bare one, and so it is after a load."""
+"""Every element-wise class of torch.optim with each of its flags: wrapped, it is the bare one; also after a load."""
 
 from __future__ import annotations
 

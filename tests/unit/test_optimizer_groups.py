@@ -75,7 +75,9 @@ def test_a_new_group_may_be_one_tensor_or_named() -> None:
     assert "state.1.bias.momentum_buffer" in plain.state_dict()
 
 
-def refused(optimizer: ShardedStateOptimizer, model: nn.Module, group: dict[str, Any], error: Any, sentence: str) -> None:
+def refused(
+    optimizer: ShardedStateOptimizer, model: nn.Module, group: dict[str, Any], error: Any, sentence: str
+) -> None:
     """Adding the group raises; nothing has changed, and training goes on as it would have."""
     keys, before = set(optimizer.state_dict()), snapshot(optimizer, model)
     with pytest.raises(error, match=sentence):
@@ -93,9 +95,13 @@ def test_a_group_that_cannot_be_added_changes_nothing() -> None:
     stranger = nn.Parameter(torch.ones(2))
     new = model[1].weight
     refused(optimizer, model, {"params": [new, stranger]}, NamingError, r"group 1 position 1 of shape \(2,\)")
-    refused(optimizer, model, {"params": [new, first]}, NamingError, "0.weight.*may be in one group of one optimizer only")
-    refused(optimizer, model, {"params": [new, new]}, NamingError, "1.weight.*may be in one group of one optimizer only")
-    refused(optimizer, model, {"params": {new}}, TypeError, "an order that is the same on every rank")
+    refused(
+        optimizer, model, {"params": [new, first]}, NamingError, "0.weight.*may be in one group of one optimizer only"
+    )
+    refused(
+        optimizer, model, {"params": [new, new]}, NamingError, "1.weight.*may be in one group of one optimizer only"
+    )
+    refused(optimizer, model, {"params": {new}}, TypeError, "an order that is the same on all ranks")
     refused(optimizer, model, {"lr": 0.5}, KeyError, "params")
     refused(optimizer, model, {"params": [("1.weight", new), model[1].bias]}, ValueError, "with/without names")
     optimizer.add_param_group({"params": [new]})
@@ -115,7 +121,9 @@ def test_groups_changed_behind_its_back_are_not_saved_loaded_or_added_to() -> No
         "add_param_group": lambda: optimizer.add_param_group({"params": [model[1].bias]}),
     }
     for use in uses.values():
-        with pytest.raises(PresentationError, match="groups of AdamW no longer hold the parameters they were wrapped with"):
+        with pytest.raises(
+            PresentationError, match="groups of AdamW no longer hold the parameters they were wrapped with"
+        ):
             use()
     inner.param_groups.insert(0, first)
     inner.add_param_group({"params": [model[1].weight]})
@@ -145,8 +153,8 @@ def test_several_optimizers_are_joined() -> None:
     assert optimizer.defaults == {key: first.defaults[key] for key in first.defaults if key in second.defaults}
     run(optimizer, model)
     assert optimizer.explain().splitlines()[:2] == [
-        f"{type(one).__name__}: compute='local' because torch.optim.{type(one).__name__.lower()}.{type(one).__name__} is "
-        "element-wise: a shard's update needs only the shard"
+        f"{type(one).__name__}: compute='local' because torch.optim.{type(one).__name__.lower()}.{type(one).__name__} "
+        "is element-wise: a shard's update needs only the shard"
         for one in inners
     ]
 

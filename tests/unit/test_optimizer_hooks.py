@@ -146,7 +146,9 @@ def test_a_hook_that_replaces_the_arguments_is_obeyed_on_the_wrapper_and_refused
     assert optimizer.step() == 5
     handle.remove()
     inner.register_step_pre_hook(lambda one, args, kwargs: (args, kwargs))
-    with pytest.raises(TypeError, match="of the wrapped SGD returned new arguments; register.* on the ShardedStateOptimizer"):
+    with pytest.raises(
+        TypeError, match="of the wrapped SGD returned new arguments; register.* on the ShardedStateOptimizer"
+    ):
         optimizer.step()
 
 

@@ -71,7 +71,9 @@ def test_a_closure_with_several_optimizers_of_which_one_calls_it_itself_is_refus
     inners = [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in model]
     optimizer = ShardedStateOptimizer(inners, model, compute="dtensor")
     before = snapshot(optimizer, model)
-    with pytest.raises(PresentationError, match="a closure with several optimizers needs all of them to be element-wise"):
+    with pytest.raises(
+        PresentationError, match="a closure with several optimizers needs all of them to be element-wise"
+    ):
         optimizer.step(lambda: torch.tensor(0.0))
     assert before.diff(snapshot(optimizer, model), ignore=["attribute._*"]) == []
 
@@ -104,7 +106,9 @@ def test_a_step_that_raised_poisons_until_a_good_load(tmp_path: Path) -> None:
     other.give_gradients(2)
     with Failing(optimizer.optimizers[0]), pytest.raises(MemoryError, match="no memory left"):
         optimizer.step()
-    sentence = r"an earlier step failed .*\(MemoryError.*: no memory left\).*load a good checkpoint \(model and optimizer\)"
+    sentence = (
+        r"an earlier step failed .*\(MemoryError.*: no memory left\).*load a good checkpoint \(model and optimizer\)"
+    )
     before = weights(other)
     with pytest.raises(ShardoptError, match=sentence):
         optimizer.step()
@@ -142,7 +146,9 @@ def test_what_raises_before_the_update_does_not_poison(where: str, mesh: DeviceM
         handle.remove()
     else:
         grad, model.weight.grad = model.weight.grad, torch.ones(2, 2)
-        with pytest.raises(PresentationError, match=r"weight: the parameter is a DTensor.*assign gradients as DTensors"):
+        with pytest.raises(
+            PresentationError, match=r"weight: the parameter is a DTensor.*assign gradients as DTensors"
+        ):
             optimizer.step()
         model.weight.grad = grad
     assert before.diff(snapshot(optimizer, model)) == []

@@ -1,7 +1,7 @@
-"""Wrapping, looking and saving leave training bit for bit as it would have been (A1, A2, A3 of the known bugs elsewhere).
+"""Wrapping, looking and saving leave training bit for bit as it would have been.
 
-Elsewhere, asking a fresh optimizer for its state takes a step to make it: counters start at 1, moments are polluted by weight
-decay, the first updates are too small.
+Elsewhere, asking a fresh optimizer for its state takes a step to make it: counters start at 1, moments are polluted by
+weight decay, the first updates are too small. A1, A2 and A3 are the names of these bugs in our list.
 """
 
 from __future__ import annotations

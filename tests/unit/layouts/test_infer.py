@@ -60,8 +60,8 @@ def test_a_known_entry_of_another_shape_is_refused(mesh: DeviceMesh, shape: tupl
     with pytest.raises(PlacementError) as caught:
         infer(sharded(mesh), "exp_avg", torch.zeros(shape), elementwise=True)
     assert str(caught.value) == (
-        f"block.weight: state 'exp_avg' has shape {shape}, expected this rank's shard (4, 3) of the global shape (8, 3). "
-        "It was made for another sharding; rebuild the optimizer and load its state."
+        f"block.weight: state 'exp_avg' has shape {shape}, expected this rank's shard (4, 3) of the global shape "
+        "(8, 3). It was made for another sharding; rebuild the optimizer and load its state."
     )
 
 
@@ -93,8 +93,8 @@ def test_an_unknown_tensor_beside_a_shard_is_refused(mesh: DeviceMesh, shape: tu
         infer(sharded(mesh), "row", torch.zeros(shape), elementwise=False)
     sentence = str(caught.value)
     assert sentence.startswith(
-        f"block.weight: state 'row' is a plain tensor of shape {shape} beside a parameter of global shape (8, 3) sharded "
-        "(Shard(dim=0),); nothing says which part of the state it is."
+        f"block.weight: state 'row' is a plain tensor of shape {shape} beside a parameter of global shape (8, 3) "
+        "sharded (Shard(dim=0),); nothing says which part of the state it is."
     )
     assert sentence.endswith("Keep it as a DTensor placed like the parameter.")
     # Of the parameter's global shape on every rank: the likely cause is said.
@@ -110,7 +110,9 @@ def test_a_dtensor_placed_like_the_parameter_is_elementwise(mesh: DeviceMesh) ->
 
 
 @pytest.mark.parametrize(
-    ("shape", "placement"), [((4, 3), Replicate()), ((4, 3), Shard(1)), ((4,), Shard(0)), ((4, 3, 1), Shard(0))], ids=str
+    ("shape", "placement"),
+    [((4, 3), Replicate()), ((4, 3), Shard(1)), ((4,), Shard(0)), ((4, 3, 1), Shard(0))],
+    ids=str,
 )
 def test_another_dtensor_is_refused(mesh: DeviceMesh, shape: tuple[int, ...], placement: Any) -> None:
     tracked = track(NAME, distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]), optimizer=0, group=0)
@@ -118,15 +120,17 @@ def test_another_dtensor_is_refused(mesh: DeviceMesh, shape: tuple[int, ...], pl
     with pytest.raises(PlacementError) as caught:
         infer(tracked, "exp_avg", value, elementwise=True)
     assert str(caught.value).startswith(
-        f"block.weight: state 'exp_avg' is a DTensor of shape {shape} placed {value.placements}; the parameter has shape "
-        "(4, 3) placed (Shard(dim=0),). Only state of the parameter's shape and placement can be resharded"
+        f"block.weight: state 'exp_avg' is a DTensor of shape {shape} placed {value.placements}; the parameter has "
+        "shape (4, 3) placed (Shard(dim=0),). Only state of the parameter's shape and placement can be resharded"
     )
     assert str(caught.value).endswith("keep scalars as 0-d plain tensors.")
 
 
 def test_a_dtensor_beside_a_plain_parameter_is_refused(mesh: DeviceMesh) -> None:
     value = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)])
-    with pytest.raises(PlacementError, match=r"block\.weight: state 'exp_avg' is a DTensor.*has shape \(4, 3\) placed not"):
+    with pytest.raises(
+        PlacementError, match=r"block\.weight: state 'exp_avg' is a DTensor.*has shape \(4, 3\) placed not"
+    ):
         infer(plain(), "exp_avg", value, elementwise=True)
 
 
@@ -152,6 +156,8 @@ def test_a_parameter_without_a_place_is_refused(mesh: DeviceMesh) -> None:
     with pytest.raises(PlacementError, match=r"block\.weight: a parameter placed \(Partial.* shard or replicate it"):
         track(NAME, partial, optimizer=0, group=0)
     by_hand = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False, shape=torch.Size((3,)), stride=(1,))
-    sentence = r"block\.weight: this rank's shard has shape \(2,\).*global shape \(3,\) gives it \(3,\)\. .*distribute_tensor"
+    sentence = (
+        r"block\.weight: this rank's shard has shape \(2,\).*global shape \(3,\) gives it \(3,\)\. .*distribute_tensor"
+    )
     with pytest.raises(PlacementError, match=sentence):
         track(NAME, by_hand, optimizer=0, group=0)

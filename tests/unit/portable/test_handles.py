@@ -36,7 +36,9 @@ def absent_handle() -> BoxHandle:
 
 
 def bytes_handle() -> BytesHandle:
-    return BytesHandle.make([(0, torch.tensor([1, 2], dtype=torch.uint8)), (2, torch.tensor([3], dtype=torch.uint8))], 3)
+    return BytesHandle.make(
+        [(0, torch.tensor([1, 2], dtype=torch.uint8)), (2, torch.tensor([3], dtype=torch.uint8))], 3
+    )
 
 
 EVERY_KIND = pytest.mark.parametrize("make", [box_handle, absent_handle, bytes_handle])
@@ -86,7 +88,9 @@ def test_a_handle_does_not_become_python_values(make: Callable[[], Handle], use:
 @EVERY_KIND
 def test_repr_says_what_it_holds_and_reads_nothing(make: Callable[[], Handle]) -> None:
     handle = make()
-    assert repr(handle).startswith(f"{type(handle).__name__}(shape={tuple(handle.shape)}, dtype={handle.dtype}, holds=[(")
+    assert repr(handle).startswith(
+        f"{type(handle).__name__}(shape={tuple(handle.shape)}, dtype={handle.dtype}, holds=[("
+    )
 
 
 @EVERY_KIND

@@ -28,7 +28,9 @@ def stepped(mesh: DeviceMesh | None = None) -> Case:
     model = Two()
     if mesh is not None:
         fully_shard(model, mesh=mesh)
-    optimizer = ShardedStateOptimizer(torch.optim.AdamW(model.layer.parameters(), lr=torch.tensor(0.5), fused=True), model)
+    optimizer = ShardedStateOptimizer(
+        torch.optim.AdamW(model.layer.parameters(), lr=torch.tensor(0.5), fused=True), model
+    )
     backward(model)
     optimizer.step()
     return optimizer, model

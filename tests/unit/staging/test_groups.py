@@ -82,10 +82,24 @@ def test_an_integer_tensor_takes_what_it_can_hold() -> None:
 
 
 def test_all_keys_come_from_the_checkpoint_but_those_of_the_kernel_and_the_structure() -> None:
-    live = {"params": [1], "param_names": ["x"], "betas": (0.9, 0.99), "fused": True, "foreach": None, "capturable": True}
+    live = {
+        "params": [1],
+        "param_names": ["x"],
+        "betas": (0.9, 0.99),
+        "fused": True,
+        "foreach": None,
+        "capturable": True,
+    }
     live["differentiable"] = False
     params, names = live["params"], live["param_names"]
-    saved = {"betas": (0.5, 0.75), "fused": None, "foreach": True, "capturable": False, "differentiable": True, "tag": "x"}
+    saved = {
+        "betas": (0.5, 0.75),
+        "fused": None,
+        "foreach": True,
+        "capturable": False,
+        "differentiable": True,
+        "tag": "x",
+    }
     group, report = loaded(live, saved)
     assert group is live
     assert group["params"] is params
@@ -156,7 +170,9 @@ def test_members_that_disagree_are_a_problem_which_names_them(values: dict[str, 
     (plan,) = plan_groups([(live, ("a", "b"))], saved, report)
     (problem,) = report.problems
     assert problem.startswith("group 0: its parameters were saved with different 'lr': a with ")
-    assert f"a with {values.get('lr')!r}, b with {others.get('lr')!r}. Put them in groups as they were saved." in problem
+    assert (
+        f"a with {values.get('lr')!r}, b with {others.get('lr')!r}. Put them in groups as they were saved." in problem
+    )
     assert "lr" not in plan.assign
 
 

@@ -1,0 +1,309 @@
+"""What shardopt relies on in torch without a promise of it: each test here fails first when torch changes that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim.lr_scheduler import ConstantLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardopt import ScopeError, torch_compat
+from shardopt.portable.handles import BoxHandle
+from shardopt.torch_compat import (
+    gradients_of,
+    local_box,
+    local_shard,
+    make_wrapper,
+    mesh_ranks,
+    own_store,
+    raw_step,
+    root_mesh_ranks,
+    run_post_hooks,
+    run_pre_hooks,
+    same_spec,
+    shard_in_place,
+    spec_token,
+    storage_token,
+    without_dynamo,
+)
+
+
+def test_every_name_has_a_test() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert torch_compat.__all__ == sorted(torch_compat.__all__)
+    missing = [name for name in torch_compat.__all__ if f"def test_{name}_" not in source]
+    assert not missing
+
+
+def on_rank(rank: int, ranks: Any, **options: Any) -> DeviceMesh:
+    """A mesh as one of its ranks sees it, without the others: enough to ask for places."""
+    return DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False, _rank=rank, **options)
+
+
+def sharded(mesh: DeviceMesh) -> DTensor:
+    return distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
+
+
+def test_local_shard_is_the_very_object(mesh: DeviceMesh) -> None:
+    local = torch.ones(3, 2)
+    tensor = DTensor.from_local(local, mesh, [Shard(0)])
+    shard = local_shard(tensor)
+    assert type(shard) is torch.Tensor
+    assert local_shard(tensor) is shard is tensor._local_tensor
+    assert shard.data_ptr() == local.data_ptr()
+    # to_local() makes another object each time, which is why it is not used.
+    assert tensor.to_local() is not tensor.to_local()
+
+
+def test_local_shard_of_fsdp_is_the_same_over_training_and_another_after_to_empty(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    fully_shard(model, mesh=mesh)
+    param = next(model.parameters())
+    shard = local_shard(param)
+    pointer = shard.data_ptr()
+    model(torch.ones(1, 2)).sum().backward()
+    assert local_shard(param) is shard
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    assert next(model.parameters()) is param
+    assert local_shard(param) is shard
+    assert shard.data_ptr() == pointer
+    with torch.no_grad():
+        nn.Parameter(shard.detach()).fill_(7.0)
+    assert torch.equal(param.full_tensor(), torch.full((3, 2), 7.0))
+    model.to_empty(device="cpu")
+    assert next(model.parameters()) is param
+    assert local_shard(param) is not shard
+
+
+def test_local_shard_waits_for_a_tensor_on_its_way(mesh: DeviceMesh) -> None:
+    on_its_way = all_reduce(torch.ones(3, 2), "sum", mesh)
+    assert isinstance(on_its_way, AsyncCollectiveTensor)
+    tensor = sharded(mesh)
+    tensor._local_tensor = on_its_way
+    assert type(shard_in_place(tensor)) is AsyncCollectiveTensor
+    assert type(local_shard(tensor)) is torch.Tensor
+    assert torch.equal(local_shard(tensor), torch.ones(3, 2))
+
+
+def test_shard_in_place_is_the_very_object(mesh: DeviceMesh) -> None:
+    tensor = sharded(mesh)
+    assert shard_in_place(tensor) is tensor._local_tensor
+
+
+def test_spec_token_and_gradient_of_fsdp_are_shared(mesh: DeviceMesh) -> None:
+    model = nn.Linear(2, 3)
+    fully_shard(model, mesh=mesh)
+    model(torch.ones(1, 2)).sum().backward()
+    for param in model.parameters():
+        assert isinstance(param.grad, DTensor)
+        assert spec_token(param.grad) is spec_token(param)
+
+
+def test_same_spec_is_one_mesh_and_the_same_placements(mesh: DeviceMesh) -> None:
+    one, other = sharded(mesh), sharded(mesh)
+    assert spec_token(one) is not spec_token(other)
+    assert same_spec(one, one)
+    assert same_spec(one, other)
+    assert not same_spec(one, distribute_tensor(torch.zeros(3, 2), mesh, [Shard(1)]))
+    assert not same_spec(one, distribute_tensor(torch.zeros(3, 2), mesh, [Replicate()]))
+    assert not same_spec(one, DTensor.from_local(torch.zeros(3, 2), mesh, [Partial()]))
+    named = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    assert not same_spec(one, distribute_tensor(torch.zeros(3, 2), named, [Shard(0)]))
+
+
+def test_gradients_of_are_the_very_gradients(mesh: DeviceMesh) -> None:
+    params = [nn.Parameter(sharded(mesh)), nn.Parameter(torch.ones(2)), nn.Parameter(sharded(mesh))]
+    params[0].grad, params[1].grad = sharded(mesh), torch.ones(2)
+    found = gradients_of(params)
+    assert found[0] is params[0].grad
+    assert found[1] is params[1].grad
+    assert found[2] is None
+    assert "grad" not in vars(DTensor)
+    assert DTensor.__torch_function__ is torch._C._disabled_torch_function_impl
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_local_box_is_torchs_chunk_rule(rank: int) -> None:
+    # 7 rows over 4 ranks are 2, 2, 2, 1; 3 rows leave the last rank none.
+    one_axis = on_rank(rank, [0, 1, 2, 3])
+    for rows, sizes in ((7, (2, 2, 2, 1)), (3, (1, 1, 1, 0))):
+        local = torch.zeros(sizes[rank], 3)
+        placed = DTensor.from_local(local, one_axis, [Shard(0)], run_check=False, shape=(rows, 3), stride=(3, 1))
+        offset, size = local_box(placed)
+        assert (offset[1], size) == (0, (sizes[rank], 3))
+        assert offset[0] == sum(sizes[:rank]) or not sizes[rank]
+
+
+@pytest.mark.parametrize(("rank", "offset", "rows"), [(0, 0, 2), (1, 4, 2), (2, 2, 2), (3, 6, 1)])
+def test_local_box_knows_fsdp_over_tensor_parallel(rank: int, offset: int, rows: int) -> None:
+    # Tensor parallelism cuts 7 rows into 4 and 3, and FSDP each of them again, so a rank's rows lie across FSDP's.
+    two_axes = on_rank(rank, [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    placed = DTensor.from_local(
+        torch.zeros(rows, 3), two_axes, placements, run_check=False, shape=(7, 3), stride=(3, 1)
+    )
+    assert local_box(placed) == ((offset, 0), (rows, 3))
+
+
+def test_make_wrapper_makes_a_tensor_without_memory() -> None:
+    made = make_wrapper(BoxHandle, (1000, 10**9), torch.bfloat16, torch.device("cpu"))
+    assert type(made) is BoxHandle
+    assert isinstance(made, torch.Tensor)
+    assert (tuple(made.shape), made.dtype, made.device) == ((1000, 10**9), torch.bfloat16, torch.device("cpu"))
+    assert made.requires_grad is False
+    # Stagers copy the storage of what has a data pointer.
+    assert made.data_ptr() == 0
+
+
+def test_storage_token_changes_when_data_is_assigned(mesh: DeviceMesh) -> None:
+    plain, placed = nn.Parameter(torch.ones(3, 2)), nn.Parameter(sharded(mesh))
+    tokens = storage_token(plain), storage_token(placed)
+    with torch.no_grad():
+        plain.add_(1)
+        placed.add_(1)
+    plain.grad = torch.ones(3, 2)
+    assert tokens == (storage_token(plain), storage_token(placed))
+    shard = local_shard(placed)
+    keep = plain.data, placed.data  # memory that is still in use is not given out again
+    plain.data, placed.data = torch.zeros(3, 2), sharded(mesh)
+    assert keep
+    assert storage_token(plain) != tokens[0]
+    assert storage_token(placed) != tokens[1]
+    # Of a DTensor nothing else shows it.
+    assert local_shard(placed) is shard
+    assert placed.data_ptr() == 0
+
+
+@pytest.fixture
+def calls() -> Iterator[list[str]]:
+    """Notes global step hooks."""
+    noted: list[str] = []
+    handle = register_optimizer_step_pre_hook(lambda *_: noted.append("global"))
+    yield noted
+    handle.remove()
+
+
+def hooked_sgd(calls: list[str]) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    return param, optimizer
+
+
+def test_raw_step_is_the_update_without_hooks(calls: list[str]) -> None:
+    param, optimizer = hooked_sgd(calls)
+    assert torch.optim.SGD.step.hooked
+    assert not hasattr(torch.optim.SGD.step.__wrapped__, "hooked")
+    raw_step(optimizer)()
+    assert calls == []
+    assert torch.equal(param.detach(), torch.full((2,), 0.5))
+    optimizer.step()
+    assert calls == ["global", "pre", "post"]
+
+
+def test_raw_step_takes_a_closure_and_returns_its_loss(calls: list[str]) -> None:
+    _, optimizer = hooked_sgd(calls)
+    assert raw_step(optimizer)(lambda: 3.0) == 3.0
+
+
+def test_raw_step_of_a_class_torch_has_not_patched() -> None:
+    class Bare(torch.optim.SGD):
+        def __init__(self) -> None:  # without torch's constructor, which patches the class
+            self.stepped = False
+
+        def step(self, closure: Any = None) -> None:
+            self.stepped = True
+
+    optimizer = Bare()
+    raw_step(optimizer)()
+    assert optimizer.stepped
+
+
+def test_raw_step_sees_through_a_scheduler_and_does_what_its_patch_does(calls: list[str]) -> None:
+    param, optimizer = hooked_sgd(calls)
+    scheduler = ConstantLR(optimizer)
+    patch = vars(optimizer)["step"]
+    assert patch._wrapped_by_lr_sched
+    assert patch.__wrapped__ is torch.optim.SGD.step
+    # All that the patch does beside calling the step.
+    before = {name: value for name, value in vars(optimizer).items() if name != "_opt_called"}
+    raw_step(optimizer)()
+    assert optimizer._opt_called is True
+    assert {name: value for name, value in vars(optimizer).items() if name != "_opt_called"} == before
+    assert calls == []
+    assert param.detach()[0] < 1
+    scheduler.step()
+
+
+def test_raw_step_calls_another_patch_as_it_is(calls: list[str]) -> None:
+    _, optimizer = hooked_sgd(calls)
+    optimizer.step = lambda closure=None: calls.append("patched")  # type: ignore[method-assign]
+    raw_step(optimizer)()
+    run_pre_hooks(optimizer, None)
+    run_post_hooks(optimizer, None)
+    # Its hooks are the patch's own affair: it usually calls the step it has replaced.
+    assert calls == ["patched"]
+
+
+def test_run_pre_hooks_runs_the_instances_hooks(calls: list[str]) -> None:
+    _, optimizer = hooked_sgd(calls)
+    run_pre_hooks(optimizer, None)
+    assert calls == ["pre"]
+
+
+def test_run_post_hooks_runs_the_instances_hooks(calls: list[str]) -> None:
+    _, optimizer = hooked_sgd(calls)
+    run_post_hooks(optimizer, None)
+    assert calls == ["post"]
+
+
+def test_without_dynamo_calls_the_function_and_keeps_its_signature() -> None:
+    def function(first: int, *, second: int = 2) -> int:
+        """Adds."""
+        return first + second
+
+    wrapped = without_dynamo(function)
+    assert wrapped(1, second=4) == 5
+    assert wrapped.__doc__ == "Adds."
+    assert wrapped.__wrapped__ is function
+
+
+def test_own_store_is_another_connection_with_a_prefix(mesh: DeviceMesh) -> None:
+    store = own_store("mine")
+    store.set("key", "value")
+    groups = dist.group.WORLD.get_group_store()
+    assert store is not groups
+    assert dist.PrefixStore("mine", groups).get("key") == b"value"
+    assert not groups.check(["key"])
+
+
+def test_own_store_without_a_process_group_is_refused() -> None:
+    with pytest.raises(ScopeError, match=r"no store to agree over; call torch\.distributed\.init_process_group"):
+        own_store("mine")
+
+
+def test_mesh_ranks_are_sorted_and_global() -> None:
+    assert mesh_ranks(on_rank(2, [[2, 3], [0, 5]])) == (0, 2, 3, 5)
+
+
+def test_root_mesh_ranks_are_those_of_the_mesh_it_was_sliced_from(mesh: DeviceMesh) -> None:
+    whole = on_rank(3, [[0, 1], [2, 3]])
+    part = on_rank(3, [1, 3], _root_mesh=whole)
+    assert mesh_ranks(part) == (1, 3)
+    assert root_mesh_ranks(part) == root_mesh_ranks(whole) == (0, 1, 2, 3)
+    # A slice made by torch knows its root in the same way.
+    two_axes = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    assert two_axes["tp"]._get_root_mesh() is two_axes
