@@ -93,6 +93,15 @@ def report_points() -> str:
     return "survived"
 
 
+def report_in_turn() -> str:
+    """Rank 1 is at its second point after rank 0 has been there."""
+    reached("a")
+    if dist.get_rank() == 1:
+        wait_until_reached("b")
+    reached("b")
+    return "survived"
+
+
 def report_points_or_fail() -> str:
     """Rank 1 fails once rank 0 is at its first point, so that the grace of rank 0 begins there."""
     if dist.get_rank() == 0:
@@ -306,7 +315,7 @@ def test_a_death_between_jobs_is_not_hidden() -> None:
 def test_a_planned_signal_comes_before_its_point_returns(ranks: RankPool) -> None:
     before = ranks.run(4, sum_of_ranks, 0)
     plan = [Signal(rank=1, signal=signal.SIGKILL, at="b")]
-    outcomes = ranks.outcomes(2, report_points, fresh=True, signals=plan)
+    outcomes = ranks.outcomes(2, report_in_turn, fresh=True, signals=plan)
     assert kinds(outcomes) == ["ok", "died"]
     assert [outcome.points for outcome in outcomes] == [("a", "b"), ("a", "b")]
     assert not {outcome.pid for outcome in outcomes} & set(ranks.pids), "fresh must not use the pool's workers"
