@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from shardopt import PresentationError, ShardedStateOptimizer, ShardoptError
+from shardopt.torch_compat import local_shard
 from tests.support.rules import Awkward, state, train, weights
 from tests.support.snapshot import snapshot
 
@@ -153,3 +155,26 @@ def test_what_raises_before_the_update_does_not_poison(where: str, mesh: DeviceM
         model.weight.grad = grad
     assert before.diff(snapshot(optimizer, model)) == []
     optimizer.step()
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["stepped", "refused"])
+def test_gradients_do_not_outlive_zero_grad(refused: bool, mesh: DeviceMesh) -> None:
+    model = nn.Linear(64, 64, bias=False)
+    fully_shard(model, mesh=mesh)
+    optimizer = wrap(model)
+    model(torch.ones(1, 64)).sum().backward()
+    memory = weakref.ref(local_shard(model.weight.grad))
+    if refused:
+        # The last thing that can refuse a step: the preflight has seen the gradients by then.
+        optimizer._scope.vote = _no_vote
+        with pytest.raises(OSError, match="store is gone"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert memory() is not None
+    optimizer.zero_grad()
+    assert memory() is None
+
+
+def _no_vote(*_: Any, **__: Any) -> int:
+    raise OSError("store is gone")

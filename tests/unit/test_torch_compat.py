@@ -32,6 +32,7 @@ from shardopt.torch_compat import (
     run_post_hooks,
     run_pre_hooks,
     same_spec,
+    set_gradients,
     shard_in_place,
     spec_token,
     storage_token,
@@ -131,6 +132,16 @@ def test_gradients_of_are_the_very_gradients(mesh: DeviceMesh) -> None:
     assert found[2] is None
     assert "grad" not in vars(DTensor)
     assert DTensor.__torch_function__ is torch._C._disabled_torch_function_impl
+
+
+def test_set_gradients_sets_the_very_gradients(mesh: DeviceMesh) -> None:
+    params = [nn.Parameter(sharded(mesh)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
+    params[2].grad = torch.ones(1)
+    gradients = [sharded(mesh), torch.ones(2), None]
+    set_gradients(params, gradients)
+    assert all(param.grad is gradient for param, gradient in zip(params, gradients, strict=True))
+    with pytest.raises(RuntimeError, match="assign a gradient of size"):
+        set_gradients(params[1:2], [torch.ones(3)])
 
 
 @pytest.mark.parametrize("rank", range(4))
