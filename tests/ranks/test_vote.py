@@ -169,6 +169,30 @@ def test_a_rank_stopped_past_the_deadline_reads_the_same_verdict(ranks: RankPool
         assert (missing, next_votes) == ((stopped,), [5, 5])
 
 
+def host_is_stopped() -> str:
+    scope = world(SHORT_S)
+    meet("voting")
+    reached("ready")
+    try:
+        outcome = f"facts {scope.vote('step', facts=1 << scope.rank)}"
+    except RankFailureError as error:
+        outcome = str(error)
+    meet("voted")
+    return f"{outcome}, then {scope.vote('step', facts=3)}"
+
+
+def test_when_the_stores_host_is_stopped_all_wait_for_the_one_verdict(ranks: RankPool) -> None:
+    plan = [
+        Signal(rank=0, signal=signal.SIGSTOP, at="ready"),
+        Signal(rank=0, signal=signal.SIGCONT, at="ready", by=1, after_s=SHORT_S + 1.0),
+    ]
+    seen = ranks.run(3, host_is_stopped, signals=plan, fresh=True, store_host="rank 0")
+    # Whether the deadline or the last record comes first is open once the host runs again.
+    assert len(set(seen)) == 1
+    assert seen[0].startswith(("facts 7, then 3", "step: rank 0 did not arrive"))
+    assert seen[0].endswith("then 3")
+
+
 def one_is_killed() -> tuple[int, ...]:
     scope = world(SHORT_S)
     meet("voting")

@@ -19,7 +19,6 @@ _BLOCK_S = 5.0
 _POLL_SHARE = 0.05  # of the time already waited, so that polling makes a vote 5 % longer at most
 _MIN_POLL_S = 0.001
 _MAX_POLL_S = 1.0
-_NOTHING = "nothing"  # no value is this
 
 
 class Ballot:
@@ -88,32 +87,23 @@ class Ballot:
         others = [self._record_key(index) for index in range(1, len(self._ranks))]
         wanted = [_verdict_key(self.sequence)] if self._index else others
         found = self._await(wanted, lambda: self._is_decided(interrupt), block=interrupt is None)
-        if found is None:
-            return self._close(self._timeout_s)
-        if self._index:
+        if found and self._index:
             return Verdict.decode(found[0])
+        if not found:
+            decided = peek(self.store, _verdict_key(self.sequence))
+            return self._close(self._timeout_s) if decided is None else Verdict.decode(decided)
         return self._publish(judge(self._ranks, [Record.decode(data) for data in (own, *found)]))
 
     def _await(self, keys: list[str], give_up: Callable[[], bool], *, block: bool = True) -> list[bytes] | None:
         """The values of keys as soon as all are there; None when it was given up or the deadline has passed."""
         start = time.monotonic()
-        values = self._get(keys) if block else None
+        values = _get(self.store, keys) if block else None
         while values is None and (waited_s := time.monotonic() - start) < self._timeout_s and not give_up():
             if self.store.check(keys):
-                values = self._get(keys)
+                values = _get(self.store, keys)
             else:
                 time.sleep(min(_MAX_POLL_S, max(_MIN_POLL_S, _POLL_SHARE * waited_s), self._timeout_s - waited_s))
         return values
-
-    def _get(self, keys: list[str]) -> list[bytes] | None:
-        """The values of keys, or None when they are not all there within the store's own time-out."""
-        try:
-            return self.store.multi_get(keys)
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError:
-            # A time-out: a DistStoreError, on a FileStore a bare RuntimeError. Of anything else the next request tells.
-            return None
 
     def _is_decided(self, interrupt: Callable[[], Verdict | None] | None) -> bool:
         verdict = interrupt() if interrupt else None
@@ -156,9 +146,21 @@ FIRST_VERDICT = _verdict_key(1)
 
 
 def peek(store: dist.Store, key: str) -> bytes | None:
-    """The value of a key, or None when it is not there; ``get`` would wait for it.
+    """The value of a key, or None when it is not there; ``get`` alone would wait for it.
 
-    compare_set answers with the value that is there, or with what it expected when nothing is.
+    Not by ``compare_set`` with a value that never is, which answers at once too: on a key that is not there it
+    wakes those who wait for the key, who then read an empty value (torch 2.11 and 2.13).
     """
-    value = store.compare_set(key, _NOTHING, _NOTHING)
-    return None if value == _NOTHING.encode() else value
+    found = _get(store, [key]) if store.check([key]) else None
+    return found[0] if found else None
+
+
+def _get(store: dist.Store, keys: list[str]) -> list[bytes] | None:
+    """The values of keys, or None when they are not all there within the store's own time-out."""
+    try:
+        return store.multi_get(keys)
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:
+        # A time-out: a DistStoreError, on a FileStore a bare RuntimeError. Of anything else the next request tells.
+        return None

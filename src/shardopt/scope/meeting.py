@@ -46,8 +46,7 @@ class _Announcement:
     @classmethod
     def read(cls, store: dist.Store, rank: int) -> _Announcement | None:
         """What a rank is constructing, or None."""
-        announced = peek(store, f"now/{rank}")
-        if announced is None:
+        if not (announced := peek(store, f"now/{rank}")):
             return None
         name, ranks, prefix = json.loads(announced)
         return cls(rank, name, tuple(ranks), prefix)
@@ -58,8 +57,11 @@ class _Announcement:
 
     def withdraw(self, store: dist.Store) -> None:
         """Says that the rank is not constructing a scope any more."""
-        # Not set(""), which is not answered: it could arrive after what this rank announces next, by a new connection.
-        store.delete_key(f"now/{self.rank}")
+        key = f"now/{self.rank}"
+        store.set(key, "")
+        # Nothing answers a set; this is answered after it. Else it could come after what this rank announces next, by
+        # another connection. (Deleted instead, the key could vanish between the two requests of who reads it.)
+        store.check([key])
 
 
 def meet(store: dist.Store, ranks: Sequence[int], rank: int, *, name: str, timeout_s: float) -> Ballot:

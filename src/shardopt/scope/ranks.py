@@ -23,17 +23,14 @@ def ranks_of(params: Iterable[Tensor]) -> tuple[int, ...]:
     Raises:
         ScopeError: there are DTensors but no process group.
     """
-    meshes = {
-        (mesh_ranks(param.device_mesh), root_mesh_ranks(param.device_mesh))
-        for param in params
-        if isinstance(param, DTensor)
-    }
+    # By identity: equal meshes may have been sliced from different ones.
+    meshes = {id(param.device_mesh): param.device_mesh for param in params if isinstance(param, DTensor)}
     if meshes and not dist.is_initialized():
         raise ScopeError(
             "parameters are DTensors, but there is no process group for their ranks to agree over; call "
             "torch.distributed.init_process_group, and destroy it only after the last use of the optimizer"
         )
-    return unite(meshes)
+    return unite({(mesh_ranks(mesh), root_mesh_ranks(mesh)) for mesh in meshes.values()})
 
 
 def unite(meshes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, ...]:

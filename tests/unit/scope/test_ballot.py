@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from shardopt.scope.ballot import Ballot
+from shardopt.scope.ballot import Ballot, peek
 from shardopt.scope.record import Record, Status
 from shardopt.scope.verdict import Verdict
 
@@ -111,3 +112,12 @@ def test_a_rank_deletes_its_record_when_it_votes_again(ballots: list[Ballot]) ->
     assert ballots[1].store.check(["r/1/1"])
     ballots[1].cast(STEP)
     assert not ballots[1].store.check(["r/1/1"])
+
+
+def test_peeking_wakes_nobody_who_waits_for_the_key(store: dist.Store) -> None:
+    waiting = Ballot(dist.PrefixStore("s", store.clone()), RANKS, 1, timeout_s=0.3)
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(waiting.read, ["v/1"])
+        while not read.done():
+            assert peek(dist.PrefixStore("s", store), "v/1") is None
+    assert read.result() is None
