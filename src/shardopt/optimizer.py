@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from shardopt.errors import PresentationError, ScopeError, ShardoptError
+from shardopt.errors import PresentationError, RankFailureError
 from shardopt.layouts.infer import Elementwise, infer
-from shardopt.layouts.tracked import Tracked, track
-from shardopt.naming import name_parameters
+from shardopt.layouts.tracked import Tracked
 from shardopt.portable.export import export
 from shardopt.portable.keys import state_key
 from shardopt.portable.reader import read_checkpoint
-from shardopt.presentation.dtensor import DTensorPresentation
-from shardopt.presentation.inventory import Inventory, Part
-from shardopt.presentation.local import LocalPresentation
-from shardopt.presentation.presentation import Ready, amp_scale, choose
-from shardopt.scope import Scope, ranks_of
+from shardopt.presentation.assembly import join, make_part, track_all, track_group
+from shardopt.presentation.inventory import Inventory
+from shardopt.presentation.joined_state import JoinedState
+from shardopt.presentation.presentation import Ready, amp_scale
 from shardopt.staging.fingerprint import Fingerprint
+from shardopt.staging.poison import Poison, fingerprint
 from shardopt.staging.prepare import Plan, prepare
 from shardopt.staging.prepared import PreparedLoad, agree
 from shardopt.torch_compat import run_post_hooks, run_pre_hooks, without_dynamo
@@ -34,7 +31,6 @@ __all__ = ["ShardedStateOptimizer"]
 
 _LOG = logging.getLogger(__name__)
 _CONSENSUS = ("every-step", "checkpoint", "off")
-_PRESENTATIONS = {"local": LocalPresentation, "dtensor": DTensorPresentation}
 
 
 class ShardedStateOptimizer(torch.optim.Optimizer):
@@ -93,15 +89,15 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         self._models = [model] if isinstance(model, nn.Module) else list(model)
         self._consensus = consensus
         self._moves = 0
-        self._poison: str | None = None
+        self._poison = Poison()
         self._stray_logged: set[str] = set()
-        parts = [_make_part(inner, compute) for inner in _checked(inners)]
-        tracked = _track_all(inners, self._models)
-        self._scope = _join(tracked, vote_timeout)
+        parts = [make_part(inner, compute) for inner in _checked(inners)]
+        tracked = track_all(inners, self._models)
+        self._scope = join(tracked, vote_timeout)
         self._inventory = Inventory(parts, self._scope.size)
         self._inventory.add(tracked)
         self._joined_groups: list[dict[str, Any]] = self._inventory.groups()
-        self._joined_state = _JoinedState(self._inventory)
+        self._joined_state = JoinedState(self._inventory)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -159,8 +155,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         parts = self._inventory.parts
         inner_calls_closure = closure is not None and any(part.choice.compute != "local" for part in parts)
         try:
-            if self._poison is not None:
-                raise ShardoptError(self._poisoned_text())
+            self._poison.check()
             if inner_calls_closure and len(parts) > 1:
                 raise PresentationError("a closure with several optimizers needs all of them to be element-wise.")
             for part in parts:
@@ -180,7 +175,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
                 loss = result if inner_calls_closure else loss
                 run_post_hooks(part.inner, closure)
         except BaseException as error:
-            self._poison = f"{type(error).__name__}: {error}"
+            self._poison.reason = f"{type(error).__name__}: {error}"
             raise
         return loss
 
@@ -209,17 +204,21 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             exported = export(self._inventory)
         except BaseException as error:
             failure = error
-        self._vote("state_dict", failure, digest=exported.digest if exported else b"")
+        verdict: RankFailureError | None = None
+        try:
+            self._vote("state_dict", failure, digest=self._poison.digest(exported.digest if exported else b""))
+        except RankFailureError as error:
+            verdict = error
+        # dcp.load calls state_dict() too, and a good load is the way out of half-written state: only saving is refused.
+        refusal = self._poison.refusal(verdict)
         if exported is None:
             raise AssertionError("an export that did not fail has handles")
         for note in exported.notes:
             if note not in self._stray_logged:
                 self._stray_logged.add(note)
                 _LOG.warning(note)
-        if self._poison is not None:
-            # dcp.load calls state_dict() too, and a good load is the way out: only saving is refused.
-            for handle in exported.handles.values():
-                handle.refuse_save = self._poisoned_text()
+        for handle in exported.handles.values():
+            handle.refuse_save = refusal
         result: dict[str, Any] = dict(exported.handles)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, result)
@@ -294,7 +293,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         failure: BaseException | None = None
         tracked: list[Tracked] = []
         try:
-            tracked = self._track_group(param_group)
+            tracked = track_group(param_group, self._inventory, self._models, self._scope)
         except BaseException as error:
             failure = error
         names = "\n".join(item.fqn for item in tracked).encode()
@@ -342,78 +341,17 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
 
     __copy__ = __deepcopy__ = __reduce_ex__ = __getstate__ = __setstate__ = _refuse_copy  # pyrefly: ignore
 
-    def _poisoned_text(self) -> str:
-        return (
-            f"an earlier step failed after it had begun to write ({self._poison}), so parameters and state may be "
-            "half updated; load a good checkpoint (model and optimizer) to go on."
-        )
-
     def _vote(
         self, operation: str, failure: BaseException | None, *, every_step: bool = False, digest: bytes = b""
     ) -> None:
         if self._consensus == "every-step" or (self._consensus == "checkpoint" and not every_step):
-            # Hashed because a vote's record has room for a fingerprint only, not for a list of names.
-            fingerprint = hashlib.blake2b(digest, digest_size=16).digest() if digest and not failure else b""
-            self._scope.vote(operation, problem=failure, digest=fingerprint)
+            self._scope.vote(operation, problem=failure, digest=b"" if failure else fingerprint(digest))
         if failure is not None:
             raise failure
 
     def _loaded(self) -> None:
         self._moves += 1
-        self._poison = None
-
-    def _track_group(self, param_group: dict[str, Any]) -> list[Tracked]:
-        self._inventory.check_groups()
-        params = param_group["params"]
-        if isinstance(params, set):
-            raise TypeError("parameters of a group need an order that is the same on all ranks; pass them in a list.")
-        if not isinstance(params, (Tensor, list)):
-            # One look uses a generator up, and the wrapped optimizer needs to look too.
-            params = param_group["params"] = list(params)
-        listed = [params] if isinstance(params, Tensor) else params
-        listed = [item[1] if isinstance(item, tuple) else item for item in listed]
-        index = len(self.param_groups)
-        tracked = [
-            track(name, param, optimizer=0, group=group)
-            for group, param, name in name_parameters([{"params": listed}], self._models, first_group=index)
-        ]
-        beyond = set(ranks_of(listed)) - set(self._scope.ranks)
-        if beyond:
-            raise ScopeError(
-                f"the new parameters live on ranks {sorted(beyond)} too, the optimizer on {list(self._scope.ranks)}; "
-                "wrap a second optimizer for them."
-            )
-        self._inventory.refuse_twice(tracked)
-        return tracked
-
-
-class _JoinedState(MutableMapping[Tensor, Any]):
-    """The state of several optimizers as one mapping; each entry stays in its own optimizer."""
-
-    def __init__(self, inventory: Inventory) -> None:
-        self._inventory = inventory
-
-    def _home(self, param: Tensor) -> MutableMapping[Tensor, Any]:
-        item = self._inventory.by_id.get(id(param))
-        if item is None:
-            raise KeyError("the tensor is not a parameter of any of the wrapped optimizers")
-        return self._inventory.part_of(item).inner.state
-
-    def __getitem__(self, key: Tensor) -> Any:
-        return self._home(key)[key]
-
-    def __setitem__(self, key: Tensor, value: Any) -> None:
-        self._home(key)[key] = value
-
-    def __delitem__(self, key: Tensor) -> None:
-        del self._home(key)[key]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for part in self._inventory.parts:
-            yield from part.inner.state
-
-    def __len__(self) -> int:
-        return sum(len(part.inner.state) for part in self._inventory.parts)
+        self._poison.reason = None
 
 
 def _checked(inners: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -425,25 +363,3 @@ def _checked(inners: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]
         if not isinstance(inner, torch.optim.Optimizer):
             raise TypeError(f"expected a torch.optim.Optimizer, got {type(inner).__name__}.")
     return inners
-
-
-def _make_part(inner: torch.optim.Optimizer, compute: str) -> Part:
-    choice = choose(inner, compute)
-    return Part(inner, _PRESENTATIONS[choice.compute](inner), choice)
-
-
-def _track_all(inners: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> list[Tracked]:
-    tracked: list[Tracked] = []
-    first_group = 0
-    for index, inner in enumerate(inners):
-        named = name_parameters(inner.param_groups, models, first_group=first_group)
-        tracked += [track(name, param, optimizer=index, group=group) for group, param, name in named]
-        first_group += len(inner.param_groups)
-    return tracked
-
-
-def _join(tracked: Sequence[Tracked], vote_timeout_s: float) -> Scope:
-    params = [item.param for item in tracked]
-    if not any(isinstance(param, DTensor) for param in params):
-        return Scope.single()
-    return Scope.over(ranks_of(params), timeout_s=vote_timeout_s, name="ShardedStateOptimizer")
