@@ -132,7 +132,7 @@ def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         return patched
     if "step" in vars(optimizer):
         # All that the scheduler's patch would do; without it the scheduler warns that nothing has stepped.
-        optimizer._opt_called = True
+        optimizer._opt_called = True  # pyrefly: ignore[missing-attribute]
     step = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # pyrefly: ignore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -106,7 +106,7 @@ def _plain(value: Tensor) -> Tensor:
 
 
 @contextmanager
-def amp_scale(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Tensor]]:
+def amp_scale(optimizer: torch.optim.Optimizer) -> Generator[dict[str, Tensor]]:
     """What GradScaler has left on ``optimizer`` for the step inside; empty when it is not in use.
 
     A step that raises takes it off: GradScaler does so only after one that returns, and would multiply
