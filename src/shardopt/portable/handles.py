@@ -27,6 +27,8 @@ __all__ = ["ABSENT_SHAPE", "BoxHandle", "BytesHandle", "Handle", "ThisProcessOnl
 # An entry that does not exist yet is saved under its key as a tensor of this shape: no element, no pickle.
 ABSENT_SHAPE: tuple[int, ...] = (0,)
 
+_UNFILLED = "this handle was made by zeros_like and nothing was copied into it; there is nothing to save."
+
 _PASSED_THROUGH = frozenset(
     {
         torch.ops.aten.detach.default,
@@ -132,6 +134,27 @@ class Handle(torch.Tensor):
             setattr(other, key, copy.deepcopy(value, memo))
         return other
 
+    def _unfilled(self) -> Handle:
+        """A handle of the same kind for a copy on the CPU; to save it before the copy is an error."""
+        other = _blank(type(self), tuple(self.shape), self.dtype, torch.device("cpu"))
+        other._fill([], [])
+        other.refuse_save = _UNFILLED
+        return other
+
+    def _take(self, source: Handle) -> Handle:
+        """Becomes a snapshot of ``source``, once."""
+        if self.refuse_save is not _UNFILLED:
+            # The next state may have other shapes (a longer manifest, a new entry), and a tensor's shape is fixed.
+            raise RuntimeError(
+                "a handle cannot be written over, which BlockingAsyncStager(cache_staged_state_dict=True) does at its "
+                "second save; use torch's DefaultStager, which reuses its memory too."
+            )
+        for key, value in vars(source).items():
+            if key != "tensors":
+                setattr(self, key, copy.deepcopy(value))
+        self.tensors = [tensor.to("cpu", copy=True) for tensor in source.tensors]
+        return self
+
     def __reduce_ex__(self, proto: Any) -> Any:
         state = {key: value for key, value in vars(self).items() if key != "scratch"}
         return (_rebuild, (type(self), tuple(self.shape), self.dtype, str(self.device), {**state, "scratch": None}))
@@ -144,6 +167,11 @@ class Handle(torch.Tensor):
             return args[0]
         if func in _COPIED:
             return copy.deepcopy(args[0])
+        # BlockingAsyncStager, which every FileSystemWriter is too, makes a blank of each tensor and copies into it.
+        if func is torch.ops.aten.zeros_like.default:
+            return args[0]._unfilled()
+        if func is torch.ops.aten.copy_.default and type(args[0]) is type(args[1]):
+            return args[0]._take(args[1])
         # Not a TypeError: torch turns those into "unsupported operand", and the sentence is lost.
         raise RuntimeError(
             f"{func}: an entry of ShardedStateOptimizer.state_dict() is a handle for saving and loading, not a tensor; "

@@ -308,3 +308,37 @@ def test_this_process_only_goes_nowhere() -> None:
     assert copy.deepcopy(held).value is None
     assert pickle.loads(pickle.dumps(held)).value is None
     assert StateDictStager().stage(held).value is None
+
+
+@EVERY_KIND
+def test_a_blank_copied_into_is_a_snapshot_on_the_cpu(make: Callable[[], Handle]) -> None:
+    one = make()
+    copied = torch.zeros_like(one, device="cpu").copy_(one)
+    assert type(copied) is type(one)
+    assert copied.shape == one.shape
+    assert copied.offsets == one.offsets
+    for mine, theirs in zip(copied.tensors, one.tensors, strict=True):
+        assert mine.equal(theirs)
+        assert mine is not theirs
+        assert mine.numel() == 0 or mine.data_ptr() != theirs.data_ptr()
+    assert [i.index for i in copied.__create_write_items__("x", copied)] == [
+        i.index for i in one.__create_write_items__("x", one)
+    ]
+
+
+@EVERY_KIND
+def test_a_blank_cannot_be_saved_before_nor_copied_into_twice(make: Callable[[], Handle]) -> None:
+    blank = torch.zeros_like(make())
+    with pytest.raises(ShardoptError, match="nothing was copied into it"):
+        blank.__create_write_items__("x", blank)
+    blank.copy_(make())
+    with pytest.raises(RuntimeError, match="use torch's DefaultStager"):
+        blank.copy_(make())
+
+
+def test_a_blank_takes_over_why_a_state_must_not_be_saved() -> None:
+    poisoned = box_handle()
+    poisoned.refuse_save = "half updated"
+    copied = torch.zeros_like(poisoned).copy_(poisoned)
+    with pytest.raises(ShardoptError, match="half updated"):
+        copied.__create_write_items__("x", copied)
