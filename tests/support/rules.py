@@ -63,7 +63,7 @@ class Rule:
 
 def _rules(cls: type[torch.optim.Optimizer]) -> list[Rule]:
     accepted = inspect.signature(cls).parameters
-    options: list[dict[str, Any]] = [{}, {"foreach": False}]
+    options: list[dict[str, Any]] = [{}]
     options += [{flag: value} for flag, value in _FLAGS.items() if flag in accepted]
     options += _COMBINED.get(cls.__name__, [])
     # 1/8 in float32: exact, so that a float and a tensor lr agree.

@@ -170,9 +170,8 @@ def test_members_that_disagree_are_a_problem_which_names_them(values: dict[str, 
     (plan,) = plan_groups([(live, ("a", "b"))], saved, report)
     (problem,) = report.problems
     assert problem.startswith("group 0: its parameters were saved with different 'lr': a with ")
-    assert (
-        f"a with {values.get('lr')!r}, b with {others.get('lr')!r}. Put them in groups as they were saved." in problem
-    )
+    assert f"a with {values.get('lr')!r}, b with {others.get('lr')!r}. " in problem
+    assert problem.endswith("as they were saved.")
     assert "lr" not in plan.assign
 
 
