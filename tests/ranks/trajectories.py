@@ -15,15 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 
 from shardopt import ShardedStateOptimizer
 from shardopt.geometry import Box, missing
 from shardopt.torch_compat import local_box
+from tests.ranks.topologies import TOPOLOGIES, Net
 from tests.support.rules import Rule
 
 Array = npt.NDArray[Any]
@@ -35,49 +33,6 @@ STEPS = 6
 SAVED_LR = 1 / 16
 # Of a run that another checkpoint is loaded into.
 STEPS_ELSEWHERE = (900, 901)
-
-WORLD_SIZES = {"fsdp1": 1, "fsdp2": 2, "fsdp3": 3, "fsdp4": 4, "hsdp2x2": 4, "fsdp2+tp2": 4}
-
-
-class Net(nn.Module):
-    """Parameters that are cut well and badly. Never run: gradients are set.
-
-    Every shard of ``even`` is a multiple of 64 elements on every topology. Of ``odd``, 1 and 2 rows leave ranks of
-    3 and 4 with nothing; 3, 5, 7 and 14 rows leave the last ranks with less.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.even = nn.Module()
-        self.even.column = nn.Linear(64, 24, bias=False)
-        self.even.row = nn.Linear(128, 24, bias=False)
-        self.odd = nn.Module()
-        self.odd.column = nn.Linear(3, 14, bias=False)
-        self.odd.row = nn.Linear(14, 5, bias=False)
-        self.odd.rows1 = nn.Parameter(torch.empty(1, 3))
-        self.odd.rows2 = nn.Parameter(torch.empty(2))
-        self.odd.rows3 = nn.Parameter(torch.empty(3, 2))
-        self.odd.rows7 = nn.Parameter(torch.empty(7))
-        self.odd.idle = nn.Parameter(torch.empty(4))  # never gets a gradient, so never has state
-        source = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for param in self.parameters():
-                param.copy_(torch.randn(param.shape, generator=source))
-
-
-def shard(model: Net, topology: str) -> None:
-    """Puts ``model`` on a topology of WORLD_SIZES; the world has its size."""
-    if topology == "hsdp2x2":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    elif topology == "fsdp2+tp2":
-        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        plan = {f"{part}.column": ColwiseParallel() for part in ("even", "odd")}
-        plan |= {f"{part}.row": RowwiseParallel() for part in ("even", "odd")}
-        parallelize_module(model, both["tensor"], plan)
-        mesh = both["data"]
-    else:
-        mesh = init_device_mesh("cpu", (WORLD_SIZES[topology],))
-    fully_shard(model, mesh=mesh)
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -103,10 +58,12 @@ class Held:
 class Track:
     """One model on one topology (or unsharded, None), which one optimizer after another trains."""
 
-    def __init__(self, topology: str | None) -> None:
-        self.model = Net()
+    def __init__(self, topology: str | None, dtype: torch.dtype = torch.float32) -> None:
+        self.model = Net().to(dtype)
+        self.halves: tuple[str, ...] = ()
         if topology is not None:
-            shard(self.model, topology)
+            TOPOLOGIES[topology].place(self.model)
+            self.halves = TOPOLOGIES[topology].halves
         self.sharded = topology is not None
         self.params = dict(self.model.named_parameters())
         self.boxes: dict[str, Box] = {}
@@ -115,15 +72,16 @@ class Track:
         self._parts: dict[int, dict[str, Tensor]] = {}
         for fqn, param in self.params.items():
             self._lay_out(fqn, param)
-        self.start = {fqn: (self.boxes[fqn], local.numpy().copy()) for fqn, local in self.locals.items()}
+        self.start = {fqn: (self.boxes[fqn], array(local)) for fqn, local in self.locals.items()}
 
     def _lay_out(self, fqn: str, param: Tensor) -> None:
         if isinstance(param, DTensor):
             local = param.to_local().detach()
             self.boxes[fqn] = Box(*local_box(param))
             buffer = torch.empty_like(local)
+            placements = [Partial()] if fqn in self.halves else param.placements
             grad = DTensor.from_local(
-                buffer, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+                buffer, param.device_mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
             )
         else:
             local = param.detach()
@@ -152,18 +110,24 @@ class Track:
     def train(self, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
         """Takes these steps. Each has one global gradient for each parameter; a rank gets its part of it."""
         for step in steps:
-            parts = self._gradients(step)
-            for fqn, (buffer, grad) in self._grads.items():
-                buffer.copy_(parts[fqn])
-                self.params[fqn].grad = grad
+            self.give_gradients(step)
             optimizer.step()
             optimizer.zero_grad()
+
+    def give_gradients(self, step: int, *, scale: float = 1.0) -> None:
+        """Sets this rank's part of the step's gradients."""
+        parts = self._gradients(step)
+        for fqn, (buffer, grad) in self._grads.items():
+            torch.mul(parts[fqn], scale, out=buffer)
+            self.params[fqn].grad = grad
 
     def _gradients(self, step: int) -> dict[str, Tensor]:
         if step not in self._parts:
             source = torch.Generator().manual_seed(1000 + step)
             whole = {fqn: torch.randn(param.shape, generator=source) for fqn, param in self.params.items()}
-            self._parts[step] = {fqn: whole[fqn][slices(box)] for fqn, box in self.boxes.items()}
+            self._parts[step] = {
+                fqn: whole[fqn][slices(box)] / (2 if fqn in self.halves else 1) for fqn, box in self.boxes.items()
+            }
         return self._parts[step]
 
     def held(self, optimizer: torch.optim.Optimizer) -> Held:
@@ -177,8 +141,9 @@ class Track:
                 else:
                     result.values[f"{fqn}/{entry}"] = exact(value)
             for key, value in entries.items():
-                result.parts[key] = (self.boxes[fqn], value.numpy().copy())
+                result.parts[key] = (self.boxes[fqn], array(value))
                 result.shapes[key] = tuple(param.shape)
+                result.values[f"{key}/dtype"] = str(value.dtype)
         for index, group in enumerate(optimizer.param_groups):
             result.values.update(
                 (f"group {index}/{key}", exact(value)) for key, value in group.items() if key != "params"
@@ -193,6 +158,11 @@ def set_lr(optimizer: torch.optim.Optimizer) -> None:
             group["lr"].fill_(SAVED_LR)
         else:
             group["lr"] = SAVED_LR
+
+
+def array(value: Tensor) -> Array:
+    """A copy; of bf16, which numpy has not, as fp32 of the same values."""
+    return value.to(torch.float32 if value.dtype == torch.bfloat16 else value.dtype, copy=True).numpy()
 
 
 def exact(value: Any) -> Any:
@@ -264,9 +234,9 @@ def _checkpoint(optimizers: Mapping[int, torch.optim.Optimizer]) -> dict[str, An
     return {f"optim{index}": optimizer for index, optimizer in optimizers.items()}
 
 
-def save_job(topology: str, rules: Sequence[Rule], root: str) -> dict[int, Run]:
+def save_job(topology: str, rules: Sequence[Rule], root: str, dtype: torch.dtype) -> dict[int, Run]:
     """Trains with every rule, saves each class to its directory under ``root``, and trains on."""
-    track = Track(topology)
+    track = Track(topology, dtype)
     result: dict[int, Run] = {}
     for name, batch in batches(rules):
         optimizers = {index: track.make(rule) for index, rule in batch.items()}
@@ -285,7 +255,12 @@ def save_job(topology: str, rules: Sequence[Rule], root: str) -> dict[int, Run]:
 
 
 def resume_job(
-    topology: str, rules: Sequence[Rule], root: str, how: str, weights: Mapping[int, Mapping[str, Array]]
+    topology: str,
+    rules: Sequence[Rule],
+    root: str,
+    how: str,
+    weights: Mapping[int, Mapping[str, Array]],
+    dtype: torch.dtype,
 ) -> dict[int, Run]:
     """Loads what `save_job` saved, on this topology, and trains on.
 
@@ -295,8 +270,9 @@ def resume_job(
         root: where.
         how: ``fresh`` or ``warm`` (the optimizer has already stepped elsewhere) by stock ``dcp.load``, or ``prepared``.
         weights: global arrays at the save, by rule; the checkpoints hold optimizers only.
+        dtype: of the parameters.
     """
-    track = Track(topology)
+    track = Track(topology, dtype)
     result: dict[int, Run] = {}
     for name, batch in batches(rules):
         path = os.path.join(root, name)
@@ -317,9 +293,9 @@ def resume_job(
     return result
 
 
-def train_unsharded(rules: Sequence[Rule]) -> dict[int, tuple[Whole, Whole]]:
+def train_unsharded(rules: Sequence[Rule], dtype: torch.dtype) -> dict[int, tuple[Whole, Whole]]:
     """The same runs with the bare optimizer on the plain model: after the third step, and after the last."""
-    track = Track(None)
+    track = Track(None, dtype)
     result: dict[int, tuple[Whole, Whole]] = {}
     for index, rule in enumerate(rules):
         track.put(track.start)
@@ -339,6 +315,6 @@ def gathered_job(topology: str, rule: Rule) -> tuple[Held, dict[str, Array]]:
     track.train(optimizer, range(SAVED_AFTER))
     views: dict[str, Tensor] = dict(track.params)
     views |= {key.removeprefix("state."): value for key, value in optimizer.sharded_state().items()}
-    # clone: on one rank the full tensor is the live memory
-    whole = {key: value.full_tensor().detach().clone().numpy() for key, value in views.items()}
-    return track.held(optimizer), whole
+    full = {key: v.full_tensor() if isinstance(v, DTensor) else v for key, v in views.items()}
+    # A copy: on one rank the full tensor is the live memory.
+    return track.held(optimizer), {key: array(value.detach()) for key, value in full.items()}
