@@ -70,7 +70,9 @@ def test_six_steps_with_an_overflow_are_those_of_the_bare_optimizer(cls: Any, fu
     bare = build(cls, model.parameters(), fused)
     inner = build(cls, other.parameters(), fused)
     optimizer = ShardedStateOptimizer(inner, other)
-    assert optimizer._step_supports_amp_scaling == fused
+    # Fused Adagrad takes the scale itself from torch 2.13 on, and has it taken off before that.
+    assert optimizer._step_supports_amp_scaling == getattr(inner, "_step_supports_amp_scaling", False)
+    assert optimizer._step_supports_amp_scaling == fused or cls is torch.optim.Adagrad
     expected = train(bare, model, unscale=unscale)
     assert train(optimizer, other, unscale=unscale) == expected
     # The scale was halved once and grew otherwise, so the overflow was seen.
