@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardopt.errors import RankFailureError, ScopeError
 from shardopt.scope import Scope, ranks_of
+from shardopt.torch_compat import own_store
 from tests.support.ranks import RankPool, reached, wait_until_reached
 
 SHORT_S = 2.0  # a deadline that the test means to miss; long enough for the other ranks of a busy machine
@@ -121,6 +122,23 @@ def construct_while_others_vote() -> list[int]:
 
 def test_scopes_made_one_after_another_do_not_accuse_each_other(ranks: RankPool) -> None:
     assert ranks.run(2, construct_while_others_vote) == [[0, 1] * 20] * 2
+
+
+def connection(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def connections() -> tuple[bool, bool]:
+    own, group = own_store("shardopt/test"), dist.group.WORLD.get_group_store()
+    own.set("key", "value")
+    return connection(own) is connection(group), group.check(["key"])
+
+
+def test_a_scope_has_a_connection_and_a_prefix_of_its_own(ranks: RankPool) -> None:
+    # A vote that waits on a shared connection would hold up every collective that needs the store.
+    assert ranks.run(1, connections) == [(False, False)]
 
 
 def payload(rank: int, num_bytes: int) -> bytes:

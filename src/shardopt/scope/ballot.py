@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from torch import distributed as dist
 
-from shardopt.scope.record import Record
+from shardopt.scope.record import Record, facts_if_all_well
 from shardopt.scope.verdict import Verdict, judge
 
 __all__ = ["FIRST_VERDICT", "Ballot", "peek"]
@@ -84,14 +84,18 @@ class Ballot:
 
     def _outcome(self, own: bytes, interrupt: Callable[[], Verdict | None] | None) -> Verdict:
         """Waits for the verdict or, on the first rank, for what it is made from."""
-        others = [self._record_key(index) for index in range(1, len(self._ranks))]
-        wanted = [_verdict_key(self.sequence)] if self._index else others
-        found = self._await(wanted, lambda: self._is_decided(interrupt), block=interrupt is None)
-        if found and self._index:
-            return Verdict.decode(found[0])
+        keys = [_verdict_key(self.sequence)]
+        if self._index == 0:
+            keys = [self._record_key(index) for index in range(1, len(self._ranks))]
+        found = self._await(keys, lambda: self._is_decided(interrupt), block=interrupt is None)
         if not found:
             decided = peek(self.store, _verdict_key(self.sequence))
             return self._close(self._timeout_s) if decided is None else Verdict.decode(decided)
+        if self._index:
+            return Verdict.decode(found[0])
+        facts = facts_if_all_well([own, *found])
+        if facts is not None:
+            return self._publish(Verdict(complete=True, facts=facts))
         return self._publish(judge(self._ranks, [Record.decode(data) for data in (own, *found)]))
 
     def _await(self, keys: list[str], give_up: Callable[[], bool], *, block: bool = True) -> list[bytes] | None:

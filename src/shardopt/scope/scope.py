@@ -173,12 +173,11 @@ class Scope:
 def _decide_alone(record: Record, problem: BaseException | str | None, rank: int) -> int:
     """A vote of one rank."""
     record.encode(0)  # holds the arguments to the same limits as in a vote of many
+    if problem is None:
+        return record.facts
     if isinstance(problem, BaseException):
         raise problem
-    verdict = judge([rank], [record])
-    if not verdict.ok:
-        raise verdict.error(record.operation)
-    return verdict.facts
+    raise judge([rank], [record]).error(record.operation)
 
 
 def _lost(operation: str, rank: int) -> RankFailureError:

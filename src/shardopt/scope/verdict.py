@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from shardopt.errors import RankFailureError
 from shardopt.scope.record import Record, Status
 
 __all__ = ["Verdict", "judge", "say_ranks"]
 
+_OK = "ok "
+_NOBODY: Mapping[int, str] = MappingProxyType({})
+_NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+
+class Verdict(NamedTuple):
     """The outcome of one vote, the same on every rank.
 
     Attributes:
@@ -28,29 +32,29 @@ class Verdict:
 
     complete: bool = False
     facts: int = 0
-    failures: dict[int, str] = field(default_factory=dict)
+    failures: Mapping[int, str] = _NOBODY
     missing: tuple[int, ...] = ()
     waited_s: float = 0.0
-    disagree: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    operations: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    disagree: Mapping[str, tuple[int, ...]] = _NOTHING
+    operations: Mapping[str, tuple[int, ...]] = _NOTHING
 
     @property
     def ok(self) -> bool:
         """Whether every rank may go on."""
-        return not (self.failures or self.missing or self.disagree or self.operations)
+        return self.complete and not (self.failures or self.missing or self.disagree or self.operations)
 
     def encode(self) -> str:
-        """The verdict as JSON (a store's ``compare_set`` takes text only)."""
+        """The verdict as text (a store's ``compare_set`` takes nothing else)."""
         if self.ok:
-            return json.dumps({"complete": self.complete, "facts": self.facts})
-        return json.dumps({name: getattr(self, name) for name in self.__slots__})
+            return f"{_OK}{self.facts}"
+        return json.dumps(self._asdict(), default=dict)
 
     @classmethod
     def decode(cls, data: bytes) -> Verdict:
         """The verdict that ``encode`` wrote."""
+        if data.startswith(_OK.encode()):
+            return cls(complete=True, facts=int(data[len(_OK) :]))
         read = json.loads(data)
-        if "failures" not in read:
-            return cls(**read)
         return cls(
             complete=read["complete"],
             facts=read["facts"],
@@ -63,15 +67,11 @@ class Verdict:
 
     def error(self, operation: str) -> RankFailureError:
         """The error every rank raises; ``operation`` is what this rank was doing."""
-        failures = self.failures | {
-            rank: self.failures.get(rank, f"called {called!r}")
-            for called, ranks in self.operations.items()
-            for rank in ranks
-        }
+        calls = {rank: f"called {called!r}" for called, ranks in self.operations.items() for rank in ranks}
         return RankFailureError(
             "; ".join(self._sentences(operation)),
             operation=operation,
-            failures=dict(sorted(failures.items())),
+            failures=dict(sorted({**calls, **self.failures}.items())),
             missing=self.missing,
             disagree=self.disagree,
         )

@@ -16,6 +16,7 @@ from shardopt.scope.record import (
     Status,
     cut,
     describe,
+    facts_if_all_well,
 )
 
 # Lone surrogates too: they are in the names of files that are not UTF-8.
@@ -85,7 +86,7 @@ def test_what_does_not_fit_is_refused(record: Record, said: str) -> None:
         record.encode(1)
 
 
-@pytest.mark.parametrize("data", [b"", b"x" * 511, b"\x07" + b"\0" * 511, b"\0\x02" + b"\0" * 22 + b"\xff" * 488])
+@pytest.mark.parametrize("data", [b"", b"x" * 511, b"\x07" + b"\0" * 511, b"\0\x02" + b"\0" * 14 + b"\xff" * 496])
 def test_other_bytes_are_not_a_record(data: bytes) -> None:
     with pytest.raises(ScopeError, match="where a record"):
         Record.decode(data)
@@ -96,3 +97,28 @@ def test_a_problem_is_one_line_with_its_type() -> None:
     assert describe(KeyError()) == "KeyError"
     assert describe("no\nmemory") == "no memory"
     assert describe(Unprintable()) == "Unprintable (its text cannot be made: RuntimeError)"
+
+
+WELL = Record("step", digest=b"d", facts=1)
+
+
+def test_equal_well_records_are_judged_without_decoding() -> None:
+    assert facts_if_all_well([WELL.encode(3), Record("step", digest=b"d", facts=1 << 63).encode(3)]) == 1 + (1 << 63)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Record("step", Status.FAILED, b"d").encode(3),
+        Record("save", digest=b"d").encode(3),
+        Record("step", digest=b"e").encode(3),
+        WELL.encode(4),
+    ],
+)
+def test_records_that_differ_are_not_waved_through(other: bytes) -> None:
+    assert facts_if_all_well([WELL.encode(3), other]) is None
+    assert facts_if_all_well([other, WELL.encode(3)]) is None
+
+
+def test_equal_failures_are_not_waved_through() -> None:
+    assert facts_if_all_well([Record("step", Status.FAILED, text="x").encode(3)] * 2) is None
