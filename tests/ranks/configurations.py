@@ -18,5 +18,6 @@ MORE: list[Rule] = [
     Rule(torch.optim.SGD, {"lr": torch.tensor(0.125), "momentum": 0.9, "foreach": True}),
 ]
 MATRIX: list[Rule] = [*RULES, *MORE]
-# One rule with the most state of each class, for the ways to load that differ in the wrapper and not in the class.
+# Of each class the rule with the most flags, and a tensor lr: for what differs in the wrapper and not in the class.
 FEW: list[Rule] = [max((r for r in MATRIX if r.cls is c), key=lambda r: len(r.options)) for c in ELEMENTWISE.values()]
+FEW.append(Rule(torch.optim.AdamW, {"lr": torch.tensor(0.125), "fused": True}))
