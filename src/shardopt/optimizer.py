@@ -15,7 +15,8 @@ from shardopt.errors import PresentationError, RankFailureError
 from shardopt.layouts.infer import Elementwise, infer
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.export import export
-from shardopt.portable.keys import state_key
+from shardopt.portable.handles import ThisProcessOnly
+from shardopt.portable.keys import MANIFEST_KEY, state_key
 from shardopt.portable.reader import read_checkpoint
 from shardopt.presentation.assembly import join, make_part, track_all, track_group
 from shardopt.presentation.inventory import Inventory
@@ -88,7 +89,8 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         inners = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._models = [model] if isinstance(model, nn.Module) else list(model)
         self._consensus = consensus
-        self._moves = 0
+        self._changes = 0
+        self._prepared = 0
         self._poison = Poison()
         self._stray_logged: set[str] = set()
         parts = [make_part(inner, compute) for inner in _checked(inners)]
@@ -168,7 +170,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             failure = error
         unaligned = "\n".join(fqn for one in ready for fqn in one.unaligned.values())
         self._vote("step", failure, every_step=True, digest=unaligned.encode())
-        self._moves += 1
+        self._changes += 1
         try:
             for part, one in zip(parts, ready, strict=True):
                 result = part.presentation.step(one, closure if inner_calls_closure else None, amp)
@@ -219,6 +221,8 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
                 _LOG.warning(note)
         for handle in exported.handles.values():
             handle.refuse_save = refusal
+        changes = self._changes
+        exported.handles[MANIFEST_KEY].outdated = ThisProcessOnly(lambda: self._changes != changes)
         result: dict[str, Any] = dict(exported.handles)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, result)
@@ -268,11 +272,11 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             failure = error
         voting = self._consensus != "off"
         plan = agree(self._scope, plan, failure, voting=voting)
-        self._moves += 1
+        self._prepared += 1
         return PreparedLoad(
             plan,
             self._scope,
-            fingerprint=lambda: Fingerprint.of(self._inventory, self._moves),
+            fingerprint=lambda: Fingerprint.of(self._inventory, self._changes + self._prepared),
             voting=voting,
             committed=self._loaded,
         )
@@ -299,7 +303,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         names = "\n".join(item.fqn for item in tracked).encode()
         self._vote("add_param_group", failure, digest=names)
         self._inventory.parts[0].inner.add_param_group(param_group)
-        self._moves += 1
+        self._changes += 1
         self._inventory.add(tracked)
 
     def sharded_state(self) -> dict[str, Tensor]:
@@ -350,7 +354,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             raise failure
 
     def _loaded(self) -> None:
-        self._moves += 1
+        self._changes += 1
         self._poison.reason = None
 
 

@@ -27,6 +27,11 @@ __all__ = ["ABSENT_SHAPE", "BoxHandle", "BytesHandle", "Handle", "ThisProcessOnl
 # An entry that does not exist yet is saved under its key as a tensor of this shape: no element, no pickle.
 ABSENT_SHAPE: tuple[int, ...] = (0,)
 
+_OUTDATED = (
+    "the optimizer has stepped, loaded or got a parameter group since this state dict was made, and the dict lends the "
+    "optimizer's live memory, so values of two moments would be mixed. Call state_dict() again for the present state; "
+    "keep copy.deepcopy(optimizer.state_dict()) to come back to an earlier one."
+)
 _UNFILLED = "this handle was made by zeros_like and nothing was copied into it; there is nothing to save."
 
 _PASSED_THROUGH = frozenset(
@@ -99,6 +104,7 @@ class Handle(torch.Tensor):
         saved_size: global shape in the checkpoint that DCP compared with, None before a load.
         scratch: what a load has filled; None before it, empty when there was nothing to read.
         refuse_save: why the state must not be saved, or None. Such a state can still be loaded into.
+        outdated: a function that tells whether the optimizer has changed since it lent its memory; a copy has none.
     """
 
     tensors: list[Tensor]
@@ -106,6 +112,7 @@ class Handle(torch.Tensor):
     saved_size: tuple[int, ...] | None
     scratch: list[Scratch] | None
     refuse_save: str | None
+    outdated: ThisProcessOnly
 
     def _fill(self, tensors: Sequence[Tensor], offsets: Sequence[tuple[int, ...]]) -> None:
         self.tensors = list(tensors)
@@ -113,6 +120,12 @@ class Handle(torch.Tensor):
         self.saved_size = None
         self.scratch = None
         self.refuse_save = None
+        self.outdated = ThisProcessOnly()
+
+    @property
+    def why_outdated(self) -> str | None:
+        """Why its live memory must be neither saved nor loaded, or None."""
+        return _OUTDATED if self.outdated.value is not None and self.outdated.value() else None
 
     @property
     def was_read(self) -> bool:
@@ -191,8 +204,9 @@ class Handle(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """DCP is saving: the boxes this rank can write. Replicas offer the same boxes; DCP keeps one."""
-        if self.refuse_save is not None:
-            raise ShardoptError(self.refuse_save)
+        refusal = self.refuse_save or self.why_outdated
+        if refusal is not None:
+            raise ShardoptError(refusal)
         self.scratch = None
         shape = tuple(self.shape)
         return [
@@ -273,6 +287,11 @@ class BoxHandle(Handle):
         return self.template.value[0]
 
     def _make_scratch(self) -> list[Scratch]:
+        if self.template.value is None:
+            raise ShardoptError(
+                "a copy of a handle (staged, deep-copied or sent to another process) cannot be read into; load into "
+                "what state_dict() returns."
+            )
         shape, like = self.template.value
         if self.saved_size is not None and self.saved_size != shape:
             return []

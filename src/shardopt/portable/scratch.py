@@ -17,6 +17,11 @@ class Scratch:
 
     DCP narrows it and copies into it as if it were a tensor; each copy is checked and recorded.
 
+    Attributes:
+        wrong_dtype: another dtype that arrived, None as long as all was well.
+        delivered: the boxes that have arrived, in global coordinates.
+        taken_over: whether an optimizer has made the memory its own, so that no other may.
+
     Memory is taken at once, for all boxes before the first is read; on the CPU none of it is resident until it is
     written. Taken box by box while DCP reads, it would lie between DCP's temporary tensors, and glibc does not put an
     aligned block into the gap that an equal one has left: the heap grew to twice what was loaded.
@@ -34,6 +39,7 @@ class Scratch:
         self.dtype = dtype
         self.wrong_dtype: torch.dtype | None = None
         self.delivered: list[Box] = []
+        self.taken_over = False
         self._tensor = allocate()
 
     def missing(self) -> Box | None:

@@ -17,6 +17,7 @@ from shardopt.portable.handles import BoxHandle, BytesHandle
 from shardopt.portable.keys import blob_key, state_key
 from shardopt.portable.manifest import ElementwiseEntry, Manifest, ValueEntry, WholeEntry
 from shardopt.portable.packing import unpack
+from shardopt.portable.scratch import Scratch
 from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import dtype_name
 from shardopt.presentation.inventory import Inventory
@@ -50,6 +51,7 @@ class ParameterPlan:
         param: the user's parameter, its key there.
         fill: live tensors that keep their identity, with what is copied into them.
         publish: new values, put in place by reference.
+        taken_over: the scratch whose memory is published.
         keep: all entries the parameter has afterwards.
     """
 
@@ -57,6 +59,7 @@ class ParameterPlan:
     param: Tensor
     fill: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     publish: dict[str, Any] = field(default_factory=dict)
+    taken_over: list[Scratch] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
 
     def commit(self) -> None:
@@ -70,6 +73,8 @@ class ParameterPlan:
         for entry in [entry for entry in entries if entry not in self.keep]:
             del entries[entry]
         entries.update(self.publish)
+        for scratch in self.taken_over:
+            scratch.taken_over = True
 
 
 def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> ParameterPlan:
@@ -86,9 +91,9 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
         whole = _unpack_whole(tracked, source, report)
     for name, entry in saved.entries.items():
         if isinstance(entry, ElementwiseEntry):
-            box = _loaded_box(tracked, name, entry, source, report)
-            if box is not None:
-                _place_box(plan, tracked, inventory, name, box, live.get(name), copy=not source.from_storage)
+            loaded = _loaded_box(tracked, name, entry, source, report)
+            if loaded is not None:
+                _place_box(plan, tracked, inventory, name, loaded, live.get(name))
         elif isinstance(entry, ValueEntry):
             group = inventory.groups()[tracked.group]
             device = inventory.scalar_device(tracked, group, name)
@@ -103,8 +108,10 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
     return plan
 
 
-def _loaded_box(tracked: Tracked, name: str, entry: ElementwiseEntry, source: Source, report: Report) -> Tensor | None:
-    """This rank's part of an element-wise entry, or None with a problem reported."""
+def _loaded_box(
+    tracked: Tracked, name: str, entry: ElementwiseEntry, source: Source, report: Report
+) -> Scratch | Tensor | None:
+    """This rank's part of an element-wise entry, read or lent, or None with a problem reported."""
     label = f"{tracked.fqn}: state {name!r}"
     handle = source.handles.get(state_key(tracked.fqn, name))
     if handle is not None and not isinstance(handle, BoxHandle):
@@ -116,25 +123,33 @@ def _loaded_box(tracked: Tracked, name: str, entry: ElementwiseEntry, source: So
             "with the options it was saved with, or use prepare_load(path), which asks for what the checkpoint has."
         )
         return None
-    if not source.from_storage:
-        return _lent_box(label, tracked, handle, report)
-    expected = handle.template.value[1].dtype
+    if source.from_storage:
+        return _read_box(label, tracked, entry, handle, report)
+    return _lent_box(label, tracked, handle, report)
+
+
+def _read_box(
+    label: str, tracked: Tracked, entry: ElementwiseEntry, handle: BoxHandle, report: Report
+) -> Scratch | None:
+    (scratch,) = handle.scratch or [None]
+    gap = None if scratch is None else scratch.missing()
     if not handle.was_read:
-        report.problems.append(f"{label} was not read: the load skipped its key.")
+        problem = " was not read: the load skipped its key."
     elif handle.saved_size is not None and handle.saved_size != tracked.shape:
-        report.problems.append(f"{label} was saved with shape {handle.saved_size}, this model has {tracked.shape}.")
+        problem = f" was saved with shape {handle.saved_size}, this model has {tracked.shape}."
+    elif scratch is None:
+        problem = ": nothing delivered; the checkpoint lacks part of its global shape."
+    elif scratch.wrong_dtype is not None or entry.dtype != dtype_name(scratch.dtype):
+        found = entry.dtype if scratch.wrong_dtype is None else dtype_name(scratch.wrong_dtype)
+        problem = f" was saved as {found}, this optimizer keeps {dtype_name(scratch.dtype)}."
+    elif gap is not None:
+        where = f"the box at {gap.offset} of size {gap.size}"
+        problem = f": {where} was not delivered; the checkpoint lacks part of its global shape."
+    elif scratch.taken_over:
+        problem = ": what was read of it has been taken over by an earlier load and may have changed; read it again."
     else:
-        (scratch,) = handle.scratch or [None]
-        gap = None if scratch is None else scratch.missing()
-        wrong = None if scratch is None else scratch.wrong_dtype
-        if wrong is not None or entry.dtype != dtype_name(expected):
-            found = entry.dtype if wrong is None else dtype_name(wrong)
-            report.problems.append(f"{label} was saved as {found}, this optimizer keeps {dtype_name(expected)}.")
-        elif scratch is None or gap is not None:
-            where = "nothing" if gap is None else f"the box at {gap.offset} of size {gap.size} was not"
-            report.problems.append(f"{label}: {where} delivered; the checkpoint lacks part of its global shape.")
-        else:
-            return scratch.tensor()
+        return scratch
+    report.problems.append(label + problem)
     return None
 
 
@@ -153,17 +168,18 @@ def _place_box(
     tracked: Tracked,
     inventory: Inventory,
     name: str,
-    box: Tensor,
+    loaded: Scratch | Tensor,
     live: Any,
-    *,
-    copy: bool,
 ) -> None:
+    box = loaded.tensor() if isinstance(loaded, Scratch) else loaded
     local = local_shard(live) if isinstance(live, DTensor) else live
     if isinstance(local, Tensor) and local.shape == box.shape and local.dtype == box.dtype:
         plan.fill.append((local, box))
     else:
-        # Lent memory stays its owner's: two optimizers must not share a moment.
-        own = box.clone() if copy else box
+        # Two optimizers must not share a moment: lent memory stays its owner's, scratch goes to the first to take it.
+        if isinstance(loaded, Scratch):
+            plan.taken_over.append(loaded)
+        own = box if isinstance(loaded, Scratch) else box.clone()
         plan.publish[name] = inventory.part_of(tracked).presentation.to_state(tracked, own)
 
 

@@ -89,6 +89,9 @@ def _open_manifest(state_dict: Mapping[str, Any], report: Report) -> tuple[Manif
         )
         return None
     from_storage = handle.was_read
+    if not from_storage and handle.why_outdated is not None:
+        report.problems.append(handle.why_outdated)
+        return None
     data = bytes_of(handle, MANIFEST_KEY, from_storage, report)
     if data is None:
         return None
