@@ -16,6 +16,7 @@ from torch import distributed as dist
 __all__ = ["Ranks"]
 
 _TIMEOUT = timedelta(seconds=120)
+_PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"]
 
 
 class Ranks:
@@ -25,10 +26,12 @@ class Ranks:
     """
 
     def __init__(self, most: int) -> None:
-        # OpenMP reads this when a worker first loads torch; a spinning second thread would take the other rank's core.
+        # OpenMP reads this when torch is loaded; a spinning second thread would take the other rank's core.
         os.environ["OMP_NUM_THREADS"] = "1"
-        # Not forked: a forked process shares pages with its parent, and its peak memory begins at the parent's.
-        self._pool = ProcessPoolExecutor(most, mp_context=multiprocessing.get_context("spawn"))
+        # Forked from a process that has imported torch and done nothing else: an import takes longer than most runs.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._pool = ProcessPoolExecutor(most, mp_context=context)
 
     def __enter__(self) -> Ranks:
         return self
