@@ -152,3 +152,18 @@ def test_a_copy_is_not_read_into(checkpoint: Path) -> None:
     kept = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(CheckpointException, match=r"a copy of a handle .*load into what state_dict\(\) returns"):
         dcp.load({"optim": kept}, checkpoint_id=checkpoint)
+
+
+@pytest.mark.parametrize("how", ["lent", "read"])
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "warm"])
+def test_state_of_another_dtype_is_refused_whether_lent_or_read(how: str, steps: int, tmp_path: Path) -> None:
+    optimizer, _ = adamw(steps=2)
+    model = Awkward().bfloat16()
+    loaded = ShardedStateOptimizer(torch.optim.AdamW(model.parameters()), model)
+    train(loaded, model, range(steps))
+    before = snapshot(loaded, model)
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
+    state_dict = optimizer.state_dict() if how == "lent" else read(loaded, tmp_path)
+    with pytest.raises(LoadError, match="matrix: state 'exp_avg' was saved as float32, this optimizer keeps bfloat16"):
+        loaded.load_state_dict(state_dict)
+    assert before.diff(snapshot(loaded, model)) == []

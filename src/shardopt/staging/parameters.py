@@ -91,7 +91,7 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
         whole = _unpack_whole(tracked, source, report)
     for name, entry in saved.entries.items():
         if isinstance(entry, ElementwiseEntry):
-            loaded = _loaded_box(tracked, name, entry, source, report)
+            loaded = _loaded_box(tracked, name, entry, source, live.get(name), report)
             if loaded is not None:
                 _place_box(plan, tracked, inventory, name, loaded, live.get(name))
         elif isinstance(entry, ValueEntry):
@@ -109,7 +109,7 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
 
 
 def _loaded_box(
-    tracked: Tracked, name: str, entry: ElementwiseEntry, source: Source, report: Report
+    tracked: Tracked, name: str, entry: ElementwiseEntry, source: Source, live: Any, report: Report
 ) -> Scratch | Tensor | None:
     """This rank's part of an element-wise entry, read or lent, or None with a problem reported."""
     label = f"{tracked.fqn}: state {name!r}"
@@ -125,7 +125,8 @@ def _loaded_box(
         return None
     if source.from_storage:
         return _read_box(label, tracked, entry, handle, report)
-    return _lent_box(label, tracked, handle, report)
+    keeps = live.dtype if isinstance(live, Tensor) else tracked.local.dtype
+    return _lent_box(label, tracked, handle, keeps, report)
 
 
 def _read_box(
@@ -153,14 +154,18 @@ def _read_box(
     return None
 
 
-def _lent_box(label: str, tracked: Tracked, handle: BoxHandle, report: Report) -> Tensor | None:
+def _lent_box(label: str, tracked: Tracked, handle: BoxHandle, keeps: torch.dtype, report: Report) -> Tensor | None:
     if handle.absent or handle.box != tracked.box or handle.tensors[0].dtype != handle.dtype:
-        report.problems.append(
-            f"{label}: the state dict was made for the box {handle.box.offset}+{handle.box.size}, this rank holds "
+        problem = (
+            f": the state dict was made for the box {handle.box.offset}+{handle.box.size}, this rank holds "
             f"{tracked.box.offset}+{tracked.box.size}; save it with dcp.save to move it between shardings."
         )
-        return None
-    return handle.tensors[0]
+    elif handle.dtype != keeps:
+        problem = f" was saved as {dtype_name(handle.dtype)}, this optimizer keeps {dtype_name(keeps)}."
+    else:
+        return handle.tensors[0]
+    report.problems.append(label + problem)
+    return None
 
 
 def _place_box(
