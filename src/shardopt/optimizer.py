@@ -177,7 +177,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
                 loss = result if inner_calls_closure else loss
                 run_post_hooks(part.inner, closure)
         except BaseException as error:
-            self._poison.reason = f"{type(error).__name__}: {error}"
+            self._poison.set("step", error)
             raise
         return loss
 
@@ -353,9 +353,11 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         if failure is not None:
             raise failure
 
-    def _loaded(self) -> None:
+    def _loaded(self, failure: BaseException | None) -> None:
         self._changes += 1
         self._poison.reason = None
+        if failure is not None:
+            self._poison.set("load", failure)
 
 
 def _checked(inners: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

@@ -32,6 +32,10 @@ _OUTDATED = (
     "optimizer's live memory, so values of two moments would be mixed. Call state_dict() again for the present state; "
     "keep copy.deepcopy(optimizer.state_dict()) to come back to an earlier one."
 )
+_READ_INTO = (
+    "this state dict has been read into by a load, and what was read is beside the live memory that a save would write. "
+    "Give it to load_state_dict(), and save the optimizer's state_dict() of then."
+)
 _UNFILLED = "this handle was made by zeros_like and nothing was copied into it; there is nothing to save."
 
 _PASSED_THROUGH = frozenset(
@@ -204,10 +208,9 @@ class Handle(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """DCP is saving: the boxes this rank can write. Replicas offer the same boxes; DCP keeps one."""
-        refusal = self.refuse_save or self.why_outdated
+        refusal = self.refuse_save or self.why_outdated or (_READ_INTO if self.was_read else None)
         if refusal is not None:
             raise ShardoptError(refusal)
-        self.scratch = None
         shape = tuple(self.shape)
         return [
             self._write_item(fqn, offset, tuple(tensor.shape), shape)

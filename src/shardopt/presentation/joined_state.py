@@ -33,6 +33,13 @@ class JoinedState(MutableMapping[Tensor, Any]):
     def __delitem__(self, key: Tensor) -> None:
         del self._home(key)[key]
 
+    # Mapping's own ask __getitem__, which makes an entry: the wrapped optimizers' states are defaultdicts.
+    def __contains__(self, key: object) -> bool:
+        return any(key in part.inner.state for part in self._inventory.parts)
+
+    def get(self, key: Tensor, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
     def __iter__(self) -> Iterator[Tensor]:
         for part in self._inventory.parts:
             yield from part.inner.state

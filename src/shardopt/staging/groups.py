@@ -63,7 +63,22 @@ def plan_groups(
         plans.append(plan)
         if sources:
             _plan_values(f"group {index}", plan, list(sources.values()), report)
+    _refuse_shared(plans, report)
     return plans
+
+
+def _refuse_shared(plans: Sequence[GroupPlan], report: Report) -> None:
+    """Notes each tensor that several groups share and that would have to take two values."""
+    first: dict[int, tuple[int, Tensor]] = {}
+    for index, plan in enumerate(plans):
+        for live, saved in plan.fill:
+            owner, value = first.setdefault(id(live), (index, saved))
+            if not torch.equal(value.to(live.dtype), saved.to(live.dtype)):
+                key = next(key for key, held in plan.group.items() if held is live)
+                report.problems.append(
+                    f"group {index}: {key!r} is the tensor that group {owner} has too, and they were saved with "
+                    f"different values, {value!r} and {saved!r}. Give each group a tensor of its own."
+                )
 
 
 def _plan_values(label: str, plan: GroupPlan, sources: list[tuple[str, SavedGroup]], report: Report) -> None:

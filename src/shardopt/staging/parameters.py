@@ -24,7 +24,9 @@ from shardopt.presentation.inventory import Inventory
 from shardopt.staging.report import Report
 from shardopt.torch_compat import local_shard
 
-__all__ = ["ParameterPlan", "Source", "plan_parameter"]
+__all__ = ["TAKEN_OVER", "ParameterPlan", "Source", "plan_parameter"]
+
+TAKEN_OVER = "what was read of it has been taken over by an earlier load and may have changed; read it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class ParameterPlan:
         param: the user's parameter, its key there.
         fill: live tensors that keep their identity, with what is copied into them.
         publish: new values, put in place by reference.
-        taken_over: the scratch whose memory is published.
+        read: all scratch that values come from.
+        taken_over: the scratch of it whose memory is published.
         keep: all entries the parameter has afterwards.
     """
 
@@ -59,6 +62,7 @@ class ParameterPlan:
     param: Tensor
     fill: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     publish: dict[str, Any] = field(default_factory=dict)
+    read: list[Scratch] = field(default_factory=list)
     taken_over: list[Scratch] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
 
@@ -147,7 +151,7 @@ def _read_box(
         where = f"the box at {gap.offset} of size {gap.size}"
         problem = f": {where} was not delivered; the checkpoint lacks part of its global shape."
     elif scratch.taken_over:
-        problem = ": what was read of it has been taken over by an earlier load and may have changed; read it again."
+        problem = f": {TAKEN_OVER}"
     else:
         return scratch
     report.problems.append(label + problem)
@@ -177,6 +181,8 @@ def _place_box(
     live: Any,
 ) -> None:
     box = loaded.tensor() if isinstance(loaded, Scratch) else loaded
+    if isinstance(loaded, Scratch):
+        plan.read.append(loaded)
     local = local_shard(live) if isinstance(live, DTensor) else live
     if isinstance(local, Tensor) and local.shape == box.shape and local.dtype == box.dtype:
         plan.fill.append((local, box))

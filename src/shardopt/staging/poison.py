@@ -1,4 +1,4 @@
-"""A step that failed after its first write: from then on nobody steps or saves, until a good load."""
+"""A step or load that failed after its first write: from then on nobody steps or saves, until a good load."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ class Poison:
     """Whether this rank's state is half written, and why.
 
     Attributes:
-        reason: what a step raised after its first write, or None.
+        reason: what a step or load raised after its first write, or None.
+        operation: which of the two it was.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.operation = "step"
+
+    def set(self, operation: str, failure: BaseException) -> None:
+        """The operation has failed after it had begun to write."""
+        self.operation = operation
+        self.reason = f"{type(failure).__name__}: {failure}"
 
     def check(self) -> None:
         """Raises if the state is half written.
@@ -38,7 +45,7 @@ class Poison:
 
     def text(self) -> str:
         """The reason and the way out."""
-        return _say(f"({self.reason})")
+        return _say(self.operation, f"({self.reason})")
 
     def digest(self, own: bytes) -> bytes:
         """What to vote with when the state is described: ``own``, its digest, unless it is half written."""
@@ -55,11 +62,11 @@ class Poison:
         ranks = verdict.disagree.get(fingerprint(_MARK).hex())
         if ranks is None or verdict.failures or verdict.missing:
             raise verdict
-        return self.text() if self.reason is not None else _say(f"on ranks {list(ranks)}")
+        return self.text() if self.reason is not None else _say("step or load", f"on ranks {list(ranks)}")
 
 
-def _say(where: str) -> str:
+def _say(operation: str, where: str) -> str:
     return (
-        f"an earlier step failed after it had begun to write {where}, so parameters and state may be half updated; "
+        f"an earlier {operation} failed after it had begun to write {where}, so parameters and state may be half updated; "
         "load a good checkpoint (model and optimizer) to go on."
     )

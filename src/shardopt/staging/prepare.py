@@ -9,14 +9,14 @@ from typing import Any
 
 from shardopt.errors import FormatError
 from shardopt.portable.encode import decode
-from shardopt.portable.handles import BytesHandle
+from shardopt.portable.handles import BytesHandle, Handle
 from shardopt.portable.keys import MANIFEST_KEY
 from shardopt.portable.manifest import Manifest
 from shardopt.portable.manifest_reader import read_manifest
 from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.presentation import qualified_name
 from shardopt.staging.groups import GroupPlan, SavedGroup, plan_groups
-from shardopt.staging.parameters import ParameterPlan, Source, bytes_of, plan_parameter
+from shardopt.staging.parameters import TAKEN_OVER, ParameterPlan, Source, bytes_of, plan_parameter
 from shardopt.staging.report import Report
 
 __all__ = ["Plan", "prepare"]
@@ -31,12 +31,23 @@ class Plan:
         groups: new values of every live group.
         parameters: new state of every live parameter.
         digest: of the manifest: ranks that read different checkpoints disagree on it.
+        lender: the manifest of an optimizer whose live memory is loaded; None when it was read from storage.
     """
 
     report: Report
     groups: list[GroupPlan]
     parameters: list[ParameterPlan]
     digest: bytes
+    lender: BytesHandle | None = None
+
+    def why_outdated(self) -> str | None:
+        """Why what was planned is not there to be put in place any more, in words; None when it is."""
+        if self.lender is not None and self.lender.why_outdated is not None:
+            return self.lender.why_outdated
+        for parameter in self.parameters:
+            if any(scratch.taken_over for scratch in parameter.read):
+                return TAKEN_OVER
+        return None
 
     def commit(self) -> None:
         """Puts everything in place: state, then groups."""
@@ -74,7 +85,7 @@ def prepare(inventory: Inventory, state_dict: Mapping[str, Any]) -> Plan:
         for group in manifest.groups
     ]
     groups = plan_groups(list(zip(inventory.groups(), members, strict=True)), saved_groups, report)
-    return Plan(report, groups, parameters, digest)
+    return Plan(report, groups, parameters, digest, None if from_storage else state_dict[MANIFEST_KEY])
 
 
 def _open_manifest(state_dict: Mapping[str, Any], report: Report) -> tuple[Manifest, bytes, bool] | None:
@@ -88,7 +99,8 @@ def _open_manifest(state_dict: Mapping[str, Any], report: Report) -> tuple[Manif
             f"{hint} Load into what ShardedStateOptimizer.state_dict() returns."
         )
         return None
-    from_storage = handle.was_read
+    # The manifest alone may have been skipped, by a load that takes what it finds.
+    from_storage = any(isinstance(one, Handle) and one.was_read for one in state_dict.values())
     if not from_storage and handle.why_outdated is not None:
         report.problems.append(handle.why_outdated)
         return None

@@ -54,7 +54,7 @@ class PreparedLoad:
         *,
         fingerprint: Callable[[], Fingerprint],
         voting: bool,
-        committed: Callable[[], None],
+        committed: Callable[[BaseException | None], None],
     ) -> None:
         self.report: Report = plan.report
         self._plan: Plan | None = plan
@@ -79,6 +79,9 @@ class PreparedLoad:
             problem = StaleLoadError("this load has been committed already; prepare it again.")
         else:
             moved = self._prepared.difference(self._fingerprint())
+            outdated = self._plan.why_outdated()
+            if outdated is not None:
+                problem = StaleLoadError(f"nothing was changed: {outdated}")
             if moved is not None:
                 problem = StaleLoadError(f"{moved} after the load was prepared; nothing was changed. Prepare it again.")
         if self._voting:
@@ -91,6 +94,10 @@ class PreparedLoad:
         if problem is not None or self._plan is None:
             raise problem or AssertionError("a load without a problem has a plan")
         plan, self._plan = self._plan, None
-        with torch.no_grad():
-            plan.commit()
-        self._committed()
+        try:
+            with torch.no_grad():
+                plan.commit()
+        except BaseException as error:
+            self._committed(error)
+            raise
+        self._committed(None)
