@@ -6,6 +6,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +32,10 @@ from shardopt.torch_compat import run_post_hooks, run_pre_hooks, without_dynamo
 __all__ = ["ShardedStateOptimizer"]
 
 _LOG = logging.getLogger(__name__)
+_NOTHING_READ = (
+    "nothing was read into the state dict that is loaded: it is this optimizer's own and puts back what was there. "
+    "After a dcp.load with allow_partial_load=True that means the checkpoint has no optimizer under this key."
+)
 _CONSENSUS = ("every-step", "checkpoint", "off")
 
 
@@ -198,12 +203,18 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             PlacementError: a state entry has no known place; all of them are listed.
             RankFailureError: that is so on another rank, or ranks differ in what must be the same.
         """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
         exported = None
+        result: dict[str, Any] = {}
         failure: BaseException | None = None
         try:
+            # Hooks before the vote too: one that raises on one rank must not leave the others waiting in DCP.
+            for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+                pre_hook(self)
             exported = export(self._inventory)
+            result = dict(exported.handles)
+            for post_hook in self._optimizer_state_dict_post_hooks.values():
+                changed = post_hook(self, result)
+                result = result if changed is None else changed
         except BaseException as error:
             failure = error
         verdict: RankFailureError | None = None
@@ -221,12 +232,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
                 _LOG.warning(note)
         for handle in exported.handles.values():
             handle.refuse_save = refusal
-        changes = self._changes
-        exported.handles[MANIFEST_KEY].outdated = ThisProcessOnly(lambda: self._changes != changes)
-        result: dict[str, Any] = dict(exported.handles)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            changed = post_hook(self, result)
-            result = result if changed is None else changed
+        exported.handles[MANIFEST_KEY].outdated = ThisProcessOnly(partial(self._changed_since, self._changes))
         return result
 
     @without_dynamo
@@ -237,11 +243,15 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             LoadError: the state does not fit; every problem is listed and nothing was changed.
             RankFailureError: that is so on another rank; nothing was changed here either.
         """
-        loaded: Any = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, loaded)
-            loaded = loaded if changed is None else changed
-        self.prepare_load(loaded).commit()
+
+        def hooked() -> Any:
+            loaded: Any = dict(state_dict)
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = pre_hook(self, loaded)
+                loaded = loaded if changed is None else changed
+            return loaded
+
+        self._prepare(hooked).commit()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -262,17 +272,23 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             LoadError: the state does not fit; every problem is listed.
             RankFailureError: that is so on another rank.
         """
+        if isinstance(state_dict, Mapping):
+            return self._prepare(lambda: state_dict)
+        return self._prepare(lambda: read_checkpoint(state_dict, self._inventory.by_fqn, prefix=prefix))
+
+    def _prepare(self, source: Callable[[], Mapping[str, Any]]) -> PreparedLoad:
         plan: Plan | None = None
         failure: BaseException | None = None
         try:
-            if not isinstance(state_dict, Mapping):
-                state_dict = read_checkpoint(state_dict, self._inventory.by_fqn, prefix=prefix)
-            plan = prepare(self._inventory, state_dict)
+            plan = prepare(self._inventory, source())
         except BaseException as error:
             failure = error
         voting = self._consensus != "off"
         plan = agree(self._scope, plan, failure, voting=voting)
         self._prepared += 1
+        if plan.lender is not None and getattr(plan.lender.outdated.value, "func", None) == self._changed_since:
+            plan.report.notes.append(_NOTHING_READ)
+            _LOG.warning(_NOTHING_READ)
         return PreparedLoad(
             plan,
             self._scope,
@@ -352,6 +368,9 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             self._scope.vote(operation, problem=failure, digest=b"" if failure else fingerprint(digest))
         if failure is not None:
             raise failure
+
+    def _changed_since(self, changes: int) -> bool:
+        return self._changes != changes
 
     def _loaded(self, failure: BaseException | None) -> None:
         self._changes += 1

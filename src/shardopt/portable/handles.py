@@ -33,8 +33,8 @@ _OUTDATED = (
     "keep copy.deepcopy(optimizer.state_dict()) to come back to an earlier one."
 )
 _READ_INTO = (
-    "this state dict has been read into by a load, and what was read is beside the live memory that a save would write. "
-    "Give it to load_state_dict(), and save the optimizer's state_dict() of then."
+    "this state dict has been read into by a load, and what was read is not in the live memory that a save would "
+    "write. Give it to load_state_dict(), and save the optimizer's state_dict() of then."
 )
 _UNFILLED = "this handle was made by zeros_like and nothing was copied into it; there is nothing to save."
 

@@ -80,4 +80,5 @@ def track_group(
             "wrap a second optimizer for them."
         )
     inventory.refuse_twice(tracked)
+    inventory.parts[0].presentation.check_new(tracked)
     return tracked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -17,6 +17,9 @@ class DTensorPresentation(Presentation):
     """Shows the user's parameters as they are. Right for rules written for DTensors."""
 
     name: ClassVar[str] = "dtensor"
+
+    def check_new(self, tracked: Sequence[Tracked]) -> None:
+        """Nothing to check: the state is shown as it is."""
 
     def preflight(self) -> Ready:
         """Checks the groups only; torch's dispatch redistributes gradients itself."""

@@ -43,6 +43,9 @@ class Inventory:
             NamingError: a parameter is in two places; nothing has been added.
         """
         self.refuse_twice(tracked)
+        # All checks before the first change: a refusal must leave every wrapped optimizer as it was.
+        for index, part in enumerate(self.parts):
+            part.presentation.check_new([item for item in tracked if item.optimizer == index])
         for index, part in enumerate(self.parts):
             part.presentation.register([item for item in tracked if item.optimizer == index])
         self.tracked.extend(tracked)

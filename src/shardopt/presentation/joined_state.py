@@ -38,7 +38,8 @@ class JoinedState(MutableMapping[Tensor, Any]):
         return any(key in part.inner.state for part in self._inventory.parts)
 
     def get(self, key: Tensor, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        """The parameter's state if it has any; makes none."""
+        return next((part.inner.state[key] for part in self._inventory.parts if key in part.inner.state), default)
 
     def __iter__(self) -> Iterator[Tensor]:
         for part in self._inventory.parts:

@@ -53,14 +53,19 @@ class LocalPresentation(Presentation):
         self._leaves: list[Tensor] = []
         self._leaf_lists: list[list[Tensor]] = []
 
+    def check_new(self, tracked: Sequence[Tracked]) -> None:
+        """Checks that DTensor state that already exists is placed like its parameter."""
+        for item in tracked:
+            if isinstance(item.param, DTensor):
+                self._check_state(item, item.param)
+
     def register(self, tracked: Sequence[Tracked]) -> None:
         """Makes the leaves, and turns DTensor state that already exists into its local tensors."""
-        sharded = [(item, item.param) for item in tracked if isinstance(item.param, DTensor)]
-        # All checks before the first change: a refusal must leave the inner optimizer as it was.
-        for item, param in sharded:
-            self._check_state(item, param)
         super().register(tracked)
-        for item, param in sharded:
+        for item in tracked:
+            param = item.param
+            if not isinstance(param, DTensor):
+                continue
             view = _View(item, param)
             self._views.append(view)
             self._show(view)

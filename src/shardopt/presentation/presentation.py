@@ -53,6 +53,14 @@ class Presentation(ABC):
         self.tracked: list[Tracked] = []
         self._lists: list[list[Tensor]] = []
 
+    @abstractmethod
+    def check_new(self, tracked: Sequence[Tracked]) -> None:
+        """Raises if state that parameters have already cannot be shown; changes nothing.
+
+        Raises:
+            PlacementError: such state has no known place.
+        """
+
     def register(self, tracked: Sequence[Tracked]) -> None:
         """Adds parameters that are now in the inner optimizer's groups."""
         self.tracked.extend(tracked)

@@ -67,6 +67,6 @@ class Poison:
 
 def _say(operation: str, where: str) -> str:
     return (
-        f"an earlier {operation} failed after it had begun to write {where}, so parameters and state may be half updated; "
-        "load a good checkpoint (model and optimizer) to go on."
+        f"an earlier {operation} failed after it had begun to write {where}, so parameters and state may be half "
+        "updated; load a good checkpoint (model and optimizer) to go on."
     )

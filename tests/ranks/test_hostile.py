@@ -1,0 +1,117 @@
+"""What one rank does wrong, or what a refusal must leave alone, with DTensors on several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardopt import PlacementError, ShardedStateOptimizer
+from tests.ranks.refusals import SHAPE, STEPS_SAVED, make, save, train
+from tests.support.models import build, set_gradients
+from tests.support.ranks import RankPool
+from tests.support.snapshot import snapshot
+
+
+class OwnError(Exception):
+    """Raised by hooks."""
+
+
+def refuse(*args: Any) -> None:
+    raise OwnError("not on this rank")
+
+
+REGISTER = {
+    "state_dict pre": "register_state_dict_pre_hook",
+    "state_dict post": "register_state_dict_post_hook",
+    "load_state_dict pre": "register_load_state_dict_pre_hook",
+}
+
+
+def hook_on_one_rank(hook: str, bad: int) -> tuple[str, str, list[str]]:
+    """What the operation raised, its text, and what it changed; the operation works without the hook."""
+    model = build("fsdp", SHAPE)
+    optimizer = make(model)
+    train(optimizer, model, STEPS_SAVED)
+    saved = optimizer.state_dict()
+    handle = getattr(optimizer, REGISTER[hook])(refuse) if dist.get_rank() == bad else None
+    before = snapshot(optimizer, model)
+    found = ("nothing", "", list[str]())
+    try:
+        optimizer.load_state_dict(saved) if hook.startswith("load") else optimizer.state_dict()
+    except Exception as error:
+        found = (type(error).__name__, str(error), before.diff(snapshot(optimizer, model)))
+    if handle is not None:
+        handle.remove()
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(optimizer, model, [2])
+    return found
+
+
+@pytest.mark.parametrize("hook", REGISTER)
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_hook_that_raises_on_one_rank_is_an_error_on_both(hook: str, bad: int, ranks: RankPool) -> None:
+    # Well before the deadline of a vote, which is what the other rank would wait for.
+    for kind, text, changes in ranks.run(2, hook_on_one_rank, hook, bad, deadline_s=25.0):
+        assert kind == "RankFailureError"
+        assert f"failed on rank {bad}: OwnError: not on this rank" in text
+        assert changes == []
+
+
+def a_second_optimizer_that_cannot_be_shown() -> tuple[str, list[str]]:
+    """The refusal's text, and what it changed of the first optimizer."""
+    model = build("fsdp", SHAPE)
+    first, *rest = model.parameters()
+    inners = [torch.optim.AdamW([first]), torch.optim.AdamW(rest)]
+    set_gradients(model, 0)
+    for inner in inners:
+        inner.step()
+    mesh = rest[0].device_mesh
+    inners[1].state[rest[0]]["exp_avg"] = DTensor.from_local(torch.zeros(rest[0].shape), mesh, [Replicate()])
+    kept = {name: value for name, value in inners[0].state[first].items()}
+    with pytest.raises(PlacementError) as refused:
+        ShardedStateOptimizer(inners, model, vote_timeout=20.0)
+    return str(refused.value), [name for name, value in inners[0].state[first].items() if value is not kept[name]]
+
+
+def test_a_refusal_leaves_the_optimizers_before_it_as_they_were(ranks: RankPool) -> None:
+    for text, changed in ranks.run(2, a_second_optimizer_that_cannot_be_shown):
+        assert "exp_avg" in text
+        assert changed == []
+
+
+def fail_half_way_on_one_rank(path: str, bad: int) -> dict[str, str]:
+    """What is raised by a commit that fails on one rank, by what follows, and by a step after a good load."""
+    model = build("fsdp", SHAPE)
+    optimizer = make(model)
+    train(optimizer, model, [0])
+    entries = optimizer.state[model.down.weight]
+    good = entries["exp_avg"]
+    if dist.get_rank() == bad:
+        entries["exp_avg"] = torch.zeros(()).expand(good.shape)
+    found: dict[str, str] = {}
+    for what, operation in (
+        ("commit", lambda: optimizer.prepare_load(path).commit()),
+        ("step", optimizer.step),
+    ):
+        try:
+            operation()
+            found[what] = ""
+        except Exception as error:
+            found[what] = f"{type(error).__name__}: {error}"
+    entries["exp_avg"] = good
+    optimizer.prepare_load(path).commit()
+    optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_commit_that_fails_half_way_on_one_rank_stops_both(bad: int, ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, save, str(tmp_path / "good"), SHAPE, {}, STEPS_SAVED)
+    for rank, found in enumerate(ranks.run(2, fail_half_way_on_one_rank, str(tmp_path / "good"), bad)):
+        assert ("single memory location" in found["commit"]) == (rank == bad)
+        assert found["step"].startswith(f"RankFailureError: step failed on rank {bad}: ShardoptError: an earlier load")
