@@ -115,3 +115,25 @@ def test_a_commit_that_fails_half_way_on_one_rank_stops_both(bad: int, ranks: Ra
     for rank, found in enumerate(ranks.run(2, fail_half_way_on_one_rank, str(tmp_path / "good"), bad)):
         assert ("single memory location" in found["commit"]) == (rank == bad)
         assert found["step"].startswith(f"RankFailureError: step failed on rank {bad}: ShardoptError: an earlier load")
+
+
+def no_mapping_before_the_commit(path: str, bad: int) -> str:
+    """What a commit raises after one rank has put nonsense into its state."""
+    model = build("fsdp", SHAPE)
+    optimizer = make(model)
+    train(optimizer, model, [0])
+    prepared = optimizer.prepare_load(path)
+    if dist.get_rank() == bad:
+        optimizer.state[model.down.weight] = 3
+    with pytest.raises(Exception) as refused:  # noqa: PT011
+        prepared.commit()
+    return f"{type(refused.value).__name__}: {refused.value}"
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_commit_that_cannot_be_checked_on_one_rank_fails_on_both(bad: int, ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, save, str(tmp_path / "good"), SHAPE, {}, STEPS_SAVED)
+    # Well before the deadline of a vote, which is what the other rank would wait for.
+    found = ranks.run(2, no_mapping_before_the_commit, str(tmp_path / "good"), bad, deadline_s=25.0)
+    assert found[bad].startswith("AttributeError")
+    assert f"commit failed on rank {bad}: AttributeError" in found[1 - bad]

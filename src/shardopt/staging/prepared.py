@@ -64,6 +64,16 @@ class PreparedLoad:
         self._voting = voting
         self._committed = committed
 
+    def _check_fresh(self) -> None:
+        if self._plan is None:
+            raise StaleLoadError("this load has been committed already; prepare it again.")
+        moved = self._prepared.difference(self._fingerprint())
+        if moved is not None:
+            raise StaleLoadError(f"{moved} after the load was prepared; nothing was changed. Prepare it again.")
+        outdated = self._plan.why_outdated()
+        if outdated is not None:
+            raise StaleLoadError(f"nothing was changed: {outdated}")
+
     def commit(self) -> None:
         """Collective. Puts the loaded state and group values in place, on every rank or on none.
 
@@ -74,16 +84,11 @@ class PreparedLoad:
             StaleLoadError: this load was committed already, or the optimizer has moved since it was prepared.
             RankFailureError: that is so on another rank.
         """
-        problem: StaleLoadError | None = None
-        if self._plan is None:
-            problem = StaleLoadError("this load has been committed already; prepare it again.")
-        else:
-            moved = self._prepared.difference(self._fingerprint())
-            outdated = self._plan.why_outdated()
-            if outdated is not None:
-                problem = StaleLoadError(f"nothing was changed: {outdated}")
-            if moved is not None:
-                problem = StaleLoadError(f"{moved} after the load was prepared; nothing was changed. Prepare it again.")
+        problem: BaseException | None = None
+        try:
+            self._check_fresh()
+        except BaseException as error:
+            problem = error
         if self._voting:
             try:
                 self._scope.vote("commit", problem=problem)
