@@ -115,9 +115,9 @@ def test_groups_changed_behind_its_back_are_not_saved_loaded_or_added_to() -> No
     saved = optimizer.state_dict()
     first = inner.param_groups.pop(0)
     uses = {
-        "step": optimizer.step,
         "state_dict": optimizer.state_dict,
-        "load_state_dict": lambda: optimizer.load_state_dict(saved),
+        "load_state_dict": lambda: optimizer.load_state_dict(saved),  # before the step, which outdates it
+        "step": optimizer.step,
         "add_param_group": lambda: optimizer.add_param_group({"params": [model[1].bias]}),
     }
     for use in uses.values():
