@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from operator import is_
 from typing import Any, ClassVar
@@ -20,19 +20,6 @@ from shardopt.torch_compat import gradients_of, local_shard, same_spec, set_grad
 __all__ = ["LocalPresentation"]
 
 
-class _View:
-    """One DTensor parameter and the leaf over its shard that the inner optimizer is shown."""
-
-    __slots__ = ("fqn", "leaf", "matching_spec", "param", "shard")
-
-    def __init__(self, tracked: Tracked, param: DTensor) -> None:
-        self.fqn = tracked.fqn
-        self.param = param
-        self.shard = local_shard(param)
-        self.leaf = nn.Parameter(self.shard.detach(), requires_grad=param.requires_grad)
-        self.matching_spec = spec_token(param)
-
-
 class LocalPresentation(Presentation):
     """Swaps DTensor parameters for leaves over their shards while the inner optimizer steps.
 
@@ -47,11 +34,20 @@ class LocalPresentation(Presentation):
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)
-        self._views: list[_View] = []
+        # Of each DTensor parameter, in one order: its name, itself, its shard, the leaf over it, and the spec of a
+        # gradient placed like it. Five lists, because objects that hold the five would have to be fetched too.
+        self._fqns: list[str] = []
+        self._params: list[DTensor] = []
+        self._shards: list[Tensor] = []
+        self._leaves: list[Tensor] = []
+        self._specs: list[object] = []
         self._leaf_of: dict[int, Tensor] = {}
         self._param_of: dict[int, Tensor] = {}
-        self._leaves: list[Tensor] = []
         self._leaf_lists: list[list[Tensor]] = []
+        # The state as it was shown last, and the user's keys of it. Both are compared with the user's state before each
+        # use; until then they keep what the user may have thrown out of it.
+        self._shown: defaultdict[Any, Any] = defaultdict(dict)
+        self._shown_keys: list[Any] = []
 
     def check_new(self, tracked: Sequence[Tracked]) -> None:
         """Checks that DTensor state that already exists is placed like its parameter."""
@@ -66,20 +62,22 @@ class LocalPresentation(Presentation):
             param = item.param
             if not isinstance(param, DTensor):
                 continue
-            view = _View(item, param)
-            self._views.append(view)
-            self._show(view)
+            shard = local_shard(param)
+            self._fqns.append(item.fqn)
+            self._params.append(param)
+            self._shards.append(shard)
+            self._leaves.append(_leaf(param, shard))
+            self._specs.append(spec_token(param))
             state = self.inner.state.get(param) or {}
             state.update((entry, local_shard(value)) for entry, value in state.items() if isinstance(value, DTensor))
         self._relist()
 
-    def _show(self, view: _View) -> None:
-        self._leaf_of[id(view.param)] = view.leaf
-        self._param_of[id(view.leaf)] = view.param
-
     def _relist(self) -> None:
-        self._leaves = [view.leaf for view in self._views]
+        self._leaf_of = {id(param): leaf for param, leaf in zip(self._params, self._leaves, strict=True)}
+        self._param_of = {id(leaf): param for param, leaf in zip(self._params, self._leaves, strict=True)}
         self._leaf_lists = [[self._leaf_of.get(id(p), p) for p in known] for known in self._lists]
+        self._shown = defaultdict(dict)
+        self._shown_keys = []
 
     def _check_state(self, tracked: Tracked, param: DTensor) -> None:
         # Adagrad makes its state in __init__, and a warm optimizer may be wrapped: both hold DTensors.
@@ -94,61 +92,76 @@ class LocalPresentation(Presentation):
     def preflight(self) -> Ready:
         """Checks groups and gradients, and finds this rank's part of each gradient."""
         self.check_groups()
-        params = [view.param for view in self._views]
-        if not all(map(is_, map(shard_in_place, params), [view.shard for view in self._views])):
+        if not all(map(is_, map(shard_in_place, self._params), self._shards)):
             self._refresh()
         ready = Ready()
-        for view, grad in zip(self._views, gradients_of(params), strict=True):
+        for grad, spec in zip(gradients_of(self._params), self._specs, strict=True):
             # The usual gradient passes by identity alone: FSDP2 gives it its parameter's own spec.
-            if type(grad) is DTensor and spec_token(grad) is view.matching_spec:
+            if type(grad) is DTensor and spec_token(grad) is spec:
                 shard = shard_in_place(grad)
                 ready.gradients.append(shard if type(shard) is Tensor else local_shard(grad))
             else:
-                ready.gradients.append(_unusual_gradient(view, grad, ready))
+                ready.gradients.append(self._unusual_gradient(grad, ready))
         return ready
+
+    def _unusual_gradient(self, grad: Tensor | None, ready: Ready) -> Tensor | None:
+        """This rank's part of the next gradient, or None when there is none or, as noted in ``ready``, not yet."""
+        if grad is None:
+            return None
+        index = len(ready.gradients)
+        param, fqn = self._params[index], self._fqns[index]
+        if not isinstance(grad, DTensor):
+            raise PresentationError(
+                f"{fqn}: the parameter is a DTensor placed {param.placements}, but its gradient is a plain tensor of "
+                f"shape {tuple(grad.shape)}; assign gradients as DTensors placed like the parameter."
+            )
+        if not same_spec(grad, param):
+            ready.unaligned[index] = fqn
+            return None
+        self._specs[index] = spec_token(grad)
+        return local_shard(grad)
 
     def _refresh(self) -> None:
         # to_empty() and .to(dtype) put a new local tensor into the same parameter.
-        for view in self._views:
-            shard, known = local_shard(view.param), view.shard
+        for index, (param, known) in enumerate(zip(self._params, self._shards, strict=True)):
+            shard = local_shard(param)
             if shard is known:
                 continue
             if shard.shape != known.shape or shard.dtype != known.dtype or shard.device != known.device:
                 raise PresentationError(
-                    f"{view.fqn}: this rank's shard was {known.dtype}{tuple(known.shape)} on {known.device} when the "
-                    f"optimizer was wrapped and is now {shard.dtype}{tuple(shard.shape)} on {shard.device}; build the "
-                    "optimizer and the wrapper after the model has its final dtype, shape and device."
+                    f"{self._fqns[index]}: this rank's shard was {known.dtype}{tuple(known.shape)} on {known.device} "
+                    f"when the optimizer was wrapped and is now {shard.dtype}{tuple(shard.shape)} on {shard.device}; "
+                    "build the optimizer and the wrapper after the model has its final dtype, shape and device."
                 )
-            del self._param_of[id(view.leaf)]
-            view.shard = shard
-            view.leaf = nn.Parameter(shard.detach(), requires_grad=view.param.requires_grad)
-            self._show(view)
+            self._shards[index], self._leaves[index] = shard, _leaf(param, shard)
         self._relist()
 
     def step(self, ready: Ready, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
         """Swaps, steps, and swaps back, also when the inner optimizer raises."""
         for index in ready.unaligned:
             # Tensor-parallel replicas arrive as partial sums; the vote has shown that every rank has them.
-            param = self._views[index].param
+            param = self._params[index]
             aligned = param.grad.redistribute(placements=param.placements)  # pyrefly: ignore
             ready.gradients[index] = local_shard(aligned)
         user_state = self.inner.state
         user_lists = [group["params"] for group in self.inner.param_groups]
-        shown: defaultdict[Any, Any] = defaultdict(dict)
-        shown.update(zip(_renamed(user_state, self._leaf_of), user_state.values(), strict=True))
+        if not _same_items(self._shown_keys, self._shown, user_state):
+            self._shown_keys = list(user_state)
+            shown = zip(_renamed(self._shown_keys, self._leaf_of), user_state.values(), strict=True)
+            self._shown = defaultdict(dict, shown)
         try:
-            self._enter(shown, ready)
+            self._enter(ready)
             return self._run(closure, amp)
         finally:
             self._leave(user_state, user_lists)
 
-    def _enter(self, shown: defaultdict[Any, Any], ready: Ready) -> None:
+    def _enter(self, ready: Ready) -> None:
         set_gradients(self._leaves, ready.gradients)
         # Dropped while they are in the cache; after the update, that would fetch each of them once more.
         ready.gradients.clear()
         for group, leaves in zip(self.inner.param_groups, self._leaf_lists, strict=True):
             group["params"] = leaves
-        self.inner.state = shown
+        self.inner.state = self._shown
 
     def _leave(self, user_state: defaultdict[Any, Any], user_lists: Sequence[list[Tensor]]) -> None:
         shown = self.inner.state
@@ -159,11 +172,9 @@ class LocalPresentation(Presentation):
         set_gradients(self._leaves, repeat(None, len(self._leaves)))
         if shown is user_state:
             return
-        params = list(_renamed(shown, self._param_of))
-        # Nearly always true, and an identity test costs a tenth of filing each value anew under a tensor.
-        unchanged = len(shown) == len(user_state) and all(map(is_, params, user_state))
-        if not (unchanged and all(map(is_, shown.values(), user_state.values()))):
-            restored = dict(zip(params, shown.values(), strict=True))
+        keys = list(_renamed(list(shown), self._param_of))
+        if not _same_items(keys, shown, user_state):
+            restored = dict(zip(keys, shown.values(), strict=True))
             user_state.clear()
             user_state.update(restored)
 
@@ -172,24 +183,17 @@ class LocalPresentation(Presentation):
         return local
 
 
-def _unusual_gradient(view: _View, grad: Tensor | None, ready: Ready) -> Tensor | None:
-    """This rank's part of a gradient, or None when there is none or, as noted in ``ready``, not yet."""
-    if grad is None:
-        return None
-    param = view.param
-    if not isinstance(grad, DTensor):
-        raise PresentationError(
-            f"{view.fqn}: the parameter is a DTensor placed {param.placements}, but its gradient is a plain "
-            f"tensor of shape {tuple(grad.shape)}; assign gradients as DTensors placed like the parameter."
-        )
-    if not same_spec(grad, param):
-        ready.unaligned[len(ready.gradients)] = view.fqn
-        return None
-    view.matching_spec = spec_token(grad)
-    return local_shard(grad)
+def _leaf(param: DTensor, shard: Tensor) -> nn.Parameter:
+    return nn.Parameter(shard.detach(), requires_grad=param.requires_grad)
 
 
-def _renamed(state: Iterable[Any], names: dict[int, Tensor]) -> Iterator[Any]:
-    """The keys of ``state``, tensors by the name they have in ``names``; all else keeps its own."""
-    keys = list(state)
+def _renamed(keys: Sequence[Any], names: dict[int, Tensor]) -> Iterator[Any]:
+    """The keys, tensors by the name they have in ``names``; all else keeps its own."""
     return map(names.get, map(id, keys), keys)
+
+
+def _same_items(keys: Sequence[Any], values_of: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether ``keys`` with the values of ``values_of`` are, object by object and in order, the items of ``other``."""
+    if not len(keys) == len(values_of) == len(other):
+        return False
+    return all(map(is_, keys, other)) and all(map(is_, values_of.values(), other.values()))
