@@ -7,7 +7,7 @@ not a multiple of 64 elements: torch's vector bodies and scalar tails round diff
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,16 +73,17 @@ def label(index: int, rule: Rule) -> str:
     return f"{index} {rule}"
 
 
-@dataclass
+@dataclass(repr=False)  # pytest would spell out every array of a failure
 class Saves:
-    """Saved runs by source topology: made when first asked for, shared by all that resume them."""
+    """Runs that saved, by topology, and runs that resumed them: made when first asked for, then kept."""
 
     pool: RankPool
     root: Path
-    rules: list[Rule]
+    rules: Mapping[int, Rule]
     dtype: torch.dtype = torch.float32
     _made: dict[str, Outcome] = field(default_factory=dict)
     _unsharded: Outcome = field(default_factory=dict)
+    _resumed: dict[tuple[str, str], Outcome] = field(default_factory=dict)
 
     def of(self, topology: str) -> Outcome:
         """By rule: what the run held at its save, and three steps later."""
@@ -98,10 +99,16 @@ class Saves:
             self._unsharded = train_unsharded(self.rules, self.dtype)
         return self._unsharded
 
-    def resume(self, source: str, target: str, how: str = "fresh") -> Outcome:
+    def resume(self, source: str, target: str) -> Outcome:
         """By rule: what a run on ``target`` holds right after loading what ``source`` saved, and three steps later."""
-        weights = {index: middle.arrays for index, (middle, _) in self.of(source).items()}
-        args = (target, self.rules, self._path(source), how, weights, self.dtype)
+        if (source, target) not in self._resumed:
+            self._resumed[source, target] = self.resume_some(source, target, "fresh", self.rules)
+        return self._resumed[source, target]
+
+    def resume_some(self, source: str, target: str, how: str, rules: Mapping[int, Rule]) -> Outcome:
+        """The same with some rules, loaded as `resume_job` says."""
+        weights = {index: middle.arrays for index, (middle, _) in self.of(source).items() if index in rules}
+        args = (target, rules, self._path(source), how, weights, self.dtype)
         return _whole(self.pool.run(TOPOLOGIES[target].world_size, resume_job, *args, deadline_s=JOB_S))
 
     def _path(self, topology: str) -> str:
@@ -122,7 +129,7 @@ def compare_resumed(saves: Saves, source: str, target: str) -> tuple[int, list[s
     assert len(saved) == len(resumed) == len(unsharded) == len(saves.rules)
     cells = 0
     found: list[str] = []
-    for index, rule in enumerate(saves.rules):
+    for index, rule in saves.rules.items():
         (at_save, uninterrupted), (loaded, end), (_, oracle) = saved[index], resumed[index], unsharded[index]
         where = where_shards_end(rule, saves.dtype, at_save, loaded, oracle)
         same_run = never if source == target else where

@@ -20,15 +20,15 @@ from tests.ranks.async_saves import (
 from tests.support.models import Topology
 from tests.support.ranks import RankError, RankPool
 
-NOTHING_DIFFERS: dict[str, list[str]] = {stager: [] for stager in STAGERS}
 
-
-@pytest.mark.parametrize(("world_size", "topology"), [(2, "fsdp"), (4, "fsdp_tp")])
+@pytest.mark.parametrize(
+    ("world_size", "topology", "stagers"), [(2, "fsdp", [*STAGERS]), (4, "fsdp_tp", ["torch's default", "blocking"])]
+)
 def test_a_thread_saves_what_was_live_at_the_call_H1_H3_H4(
-    ranks: RankPool, tmp_path: Path, world_size: int, topology: Topology
+    ranks: RankPool, tmp_path: Path, world_size: int, topology: Topology, stagers: list[str]
 ) -> None:
-    for found in ranks.run(world_size, save_then_change, topology, str(tmp_path), "THREAD", list(STAGERS)):
-        assert found == NOTHING_DIFFERS
+    for found in ranks.run(world_size, save_then_change, topology, str(tmp_path), "THREAD", stagers):
+        assert found == {stager: [] for stager in stagers}
 
 
 def test_a_reused_stager_saves_each_call_in_a_thread_H1(ranks: RankPool, tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_reused_stager_saves_each_call_in_a_thread_H1(ranks: RankPool, tmp_pat
 def test_a_process_saves_what_was_live_at_each_call_H1_H2(ranks: RankPool, tmp_path: Path) -> None:
     # Fresh ranks: torch's process executor starts a process beside each, of one world for good.
     for found, reused in ranks.run(2, all_in_a_process, "fsdp", str(tmp_path), fresh=True, deadline_s=200):
-        assert found == NOTHING_DIFFERS
+        assert found == {stager: [] for stager in STAGERS}
         assert reused == [[], [], []]
 
 

@@ -16,22 +16,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 class Net(nn.Module):
     """Never run: gradients are set.
 
-    Every shard of ``even`` is a multiple of 64 elements on every topology. Of ``odd``, 1 and 2 rows leave ranks of
-    3 and 4 with nothing; 3, 5, 7 and 14 rows leave the last ranks with less.
+    Every shard of ``even`` is a multiple of 64 elements on every topology. Of ``odd``, 1, 2 and 3 rows leave the last
+    of 4 ranks with nothing, 5 and 7 rows leave them with less; tensor parallelism cuts the 7 rows before FSDP does.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.even = nn.Module()
         self.even.column = nn.Linear(64, 24, bias=False)
-        self.even.row = nn.Linear(128, 24, bias=False)
         self.odd = nn.Module()
-        self.odd.column = nn.Linear(3, 14, bias=False)
+        self.odd.column = nn.Linear(3, 7, bias=False)
         self.odd.row = nn.Linear(14, 5, bias=False)
         self.odd.rows1 = nn.Parameter(torch.empty(1, 3))
         self.odd.rows2 = nn.Parameter(torch.empty(2))
         self.odd.rows3 = nn.Parameter(torch.empty(3, 2))
-        self.odd.rows7 = nn.Parameter(torch.empty(7))
         self.odd.idle = nn.Parameter(torch.empty(4))  # never gets a gradient, so never has state
         source = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -67,9 +65,8 @@ def _hsdp(model: Net) -> None:
 
 
 def _tensor_parallel(model: Net, mesh: DeviceMesh) -> None:
-    plan = {f"{part}.column": ColwiseParallel() for part in ("even", "odd")}
-    plan |= {f"{part}.row": RowwiseParallel() for part in ("even", "odd")}
-    parallelize_module(model, mesh, plan)
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    parallelize_module(model, mesh, {"even.column": columns, "odd.column": columns, "odd.row": rows})
 
 
 def _fsdp_over_tensor_parallel(model: Net) -> None:
@@ -82,14 +79,14 @@ def _tensor_parallel_alone(model: Net) -> None:
     """As with SequenceParallel norms: replicated DTensors get partial sums; the rest stays plain."""
     mesh = init_device_mesh("cpu", (2,))
     _tensor_parallel(model, mesh)
-    for name in ("rows3", "rows7"):
+    for name in ("rows2", "rows3"):
         _replace(model.odd, name, mesh, Replicate())
 
 
 def _experts(model: Net) -> None:
     """Dense parameters over all ranks, experts over pairs of ranks and sharded again within the other pairs."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
-    for module, name in ((model.odd, "rows7"), (model.odd.column, "weight")):
+    for module, name in ((model.odd, "rows3"), (model.odd.column, "weight")):
         _replace(module, name, mesh["expert"], Shard(0))
     _shard(model.odd, mesh["shard"])
     _shard(model, init_device_mesh("cpu", (4,)))
@@ -107,7 +104,7 @@ def _along_dim_1(model: Net) -> None:
 
 
 def _with_plain_parameters(model: Net) -> None:
-    plain = {model.even.row.weight, model.odd.rows1, model.odd.rows7, model.odd.idle}
+    plain = {model.odd.row.weight, model.odd.rows1, model.odd.rows3, model.odd.idle}
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=plain)
 
 
@@ -115,7 +112,7 @@ TOPOLOGIES: dict[str, Topology] = {
     **{f"fsdp{world_size}": _fsdp(world_size) for world_size in (1, 2, 3, 4)},
     "hsdp2x2": Topology(4, _hsdp),
     "fsdp2+tp2": Topology(4, _fsdp_over_tensor_parallel),
-    "tp2": Topology(2, _tensor_parallel_alone, halves=("odd.rows3", "odd.rows7")),
+    "tp2": Topology(2, _tensor_parallel_alone, halves=("odd.rows2", "odd.rows3")),
     "dense4+experts2x2": Topology(4, _experts),
     "dim1": Topology(2, _along_dim_1),
     "fsdp2+plain": Topology(2, _with_plain_parameters),

@@ -40,7 +40,7 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in zip(box.offset, box.size, strict=True))
 
 
-@dataclass
+@dataclass(repr=False)  # pytest would spell out every array of a failure
 class Held:
     """What one rank holds of a run.
 
@@ -176,7 +176,7 @@ def exact(value: Any) -> Any:
     return (type(value).__name__, value)
 
 
-@dataclass
+@dataclass(repr=False)
 class Whole:
     """What all ranks together hold: global arrays, and values that all of them share.
 
@@ -216,7 +216,7 @@ def assemble(ranks: Sequence[Held]) -> Whole:
     return Whole(arrays, first.values, {key: tuple(r.parts[key][1].size for r in ranks) for key in first.parts})
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """One rank's part of a run: at the save or right after the load, and three steps later."""
 
@@ -224,17 +224,17 @@ class Run:
     end: Held
 
 
-def batches(rules: Sequence[Rule]) -> Iterator[tuple[str, dict[int, Rule]]]:
-    """The rules of one class at a time, by their index: they share one checkpoint, which saves most of the time."""
-    for cls in dict.fromkeys(rule.cls for rule in rules):
-        yield cls.__name__, {index: rule for index, rule in enumerate(rules) if rule.cls is cls}
+def batches(rules: Mapping[int, Rule]) -> Iterator[tuple[str, dict[int, Rule]]]:
+    """The rules of one class at a time: they share one checkpoint, which saves most of the time."""
+    for cls in dict.fromkeys(rule.cls for rule in rules.values()):
+        yield cls.__name__, {index: rule for index, rule in rules.items() if rule.cls is cls}
 
 
 def _checkpoint(optimizers: Mapping[int, torch.optim.Optimizer]) -> dict[str, Any]:
     return {f"optim{index}": optimizer for index, optimizer in optimizers.items()}
 
 
-def save_job(topology: str, rules: Sequence[Rule], root: str, dtype: torch.dtype) -> dict[int, Run]:
+def save_job(topology: str, rules: Mapping[int, Rule], root: str, dtype: torch.dtype) -> dict[int, Run]:
     """Trains with every rule, saves each class to its directory under ``root``, and trains on."""
     track = Track(topology, dtype)
     result: dict[int, Run] = {}
@@ -256,7 +256,7 @@ def save_job(topology: str, rules: Sequence[Rule], root: str, dtype: torch.dtype
 
 def resume_job(
     topology: str,
-    rules: Sequence[Rule],
+    rules: Mapping[int, Rule],
     root: str,
     how: str,
     weights: Mapping[int, Mapping[str, Array]],
@@ -266,7 +266,7 @@ def resume_job(
 
     Args:
         topology: of this run.
-        rules: those that were saved, in the same order.
+        rules: those that were saved, or some of them, by the same numbers.
         root: where.
         how: ``fresh`` or ``warm`` (the optimizer has already stepped elsewhere) by stock ``dcp.load``, or ``prepared``.
         weights: global arrays at the save, by rule; the checkpoints hold optimizers only.
@@ -293,11 +293,11 @@ def resume_job(
     return result
 
 
-def train_unsharded(rules: Sequence[Rule], dtype: torch.dtype) -> dict[int, tuple[Whole, Whole]]:
+def train_unsharded(rules: Mapping[int, Rule], dtype: torch.dtype) -> dict[int, tuple[Whole, Whole]]:
     """The same runs with the bare optimizer on the plain model: after the third step, and after the last."""
     track = Track(None, dtype)
     result: dict[int, tuple[Whole, Whole]] = {}
-    for index, rule in enumerate(rules):
+    for index, rule in rules.items():
         track.put(track.start)
         optimizer = track.make(rule)
         track.train(optimizer, range(SAVED_AFTER))
