@@ -58,6 +58,6 @@ def test_dynamo_does_not_trace_a_vote() -> None:
         return x + scope.vote("step", facts=1)
 
     # A vote that Dynamo traced would be part of the graph, with its answer baked in.
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"`Scope\.vote` should not be traced"):
         torch.compile(step, backend="eager", fullgraph=True)(torch.zeros(1))
     assert torch.compile(step, backend="eager")(torch.zeros(1)).item() == 1
