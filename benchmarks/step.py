@@ -16,6 +16,7 @@ The ranks start each step together, and a step takes as long as its slowest rank
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -116,12 +117,14 @@ def time_steps(config: Config) -> dict[str, list[float]]:
         for _ in range(_WARM_UP_STEPS):
             step()
     samples: dict[str, list[float]] = {name: [] for name in variants}
+    # The same order on every rank, another one in every round: none always has to follow the one that clears the caches.
+    order, names = random.Random(0), list(variants)
     for start in range(0, config.steps, config.block):
-        for name, step in variants.items():
+        for name in order.sample(names, len(names)):
             for _ in range(min(config.block, config.steps - start)):
                 dist.barrier()
                 begin = time.perf_counter()
-                step()
+                variants[name]()
                 samples[name].append((time.perf_counter() - begin) * 1e3)
     return samples
 
@@ -142,8 +145,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--tensors", type=int, default=300)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--columns", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=60, help="timed steps of each variant")
-    parser.add_argument("--block", type=int, default=6, help="steps of one variant before the next has its turn")
+    parser.add_argument("--steps", type=int, default=80, help="timed steps of each variant")
+    parser.add_argument("--block", type=int, default=2, help="steps of one variant before the next has its turn")
     parser.add_argument("--out", type=Path, default=LOCAL_RESULTS / "step.jsonl", help="file that gets the results")
     return parser.parse_args()
 

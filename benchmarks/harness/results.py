@@ -30,6 +30,7 @@ def conditions() -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "load": [round(load, 2) for load in os.getloadavg()],
+        "nice": os.nice(0),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

@@ -106,16 +106,16 @@ class LocalPresentation(Presentation):
     def _usual_parts(self, grads: Sequence[Tensor | None]) -> list[Tensor | None] | None:
         """This rank's part of every gradient, if all are there and placed as they were last; else None.
 
-        Decided by identity alone: FSDP2 gives a gradient its parameter's own spec. Loops in C, one after the other, are
-        quicker than a single one of Python.
+        FSDP2 gives a gradient its parameter's own spec, and lists of the same objects are equal without a look at them.
+        Loops in C, one after the other, are quicker than a single one of Python.
         """
-        if not all(map(is_, map(type, grads), repeat(DTensor))):
+        if set(map(type, grads)) != {DTensor}:
             return None
         sharded = cast("Sequence[DTensor]", grads)
-        if not all(map(is_, map(spec_token, sharded), self._specs)):
+        if list(map(spec_token, sharded)) != self._specs:
             return None
         parts: list[Tensor | None] = list(map(shard_in_place, sharded))
-        return parts if all(map(is_, map(type, parts), repeat(Tensor))) else None
+        return parts if set(map(type, parts)) == {Tensor} else None
 
     def _part_of(self, grad: Tensor | None, ready: Ready) -> Tensor | None:
         """This rank's part of the next gradient, or None when there is none or, as noted in ``ready``, not yet."""
