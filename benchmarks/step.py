@@ -117,7 +117,7 @@ def time_steps(config: Config) -> dict[str, list[float]]:
         for _ in range(_WARM_UP_STEPS):
             step()
     samples: dict[str, list[float]] = {name: [] for name in variants}
-    # The same order on every rank, another one in every round: none always has to follow the one that clears the caches.
+    # The same order on every rank, another in every round: none always has to follow the one that clears the caches.
     order, names = random.Random(0), list(variants)
     for start in range(0, config.steps, config.block):
         for name in order.sample(names, len(names)):
