@@ -19,6 +19,7 @@ from shardopt.scope.record import (
     facts_if_all_well,
 )
 
+
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
