@@ -11,6 +11,7 @@ this machine can have one, else on CPUs over gloo.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -228,6 +229,8 @@ def main() -> None:
     device = start(options.device)
     train(options, device, Log(options.events))
     dist.destroy_process_group()
+    # Ends the group with its last reference: gloo threads that outlive the interpreter can abort the process at exit.
+    gc.collect()
 
 
 if __name__ == "__main__":
