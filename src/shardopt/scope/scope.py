@@ -104,7 +104,7 @@ class Scope:
 
         Args:
             operation: what the ranks are about to do; at most 64 bytes of UTF-8, the same on every rank.
-            problem: why this rank cannot; its text is cut to 390 bytes. KeyboardInterrupt, SystemExit and
+            problem: why this rank cannot; its text is cut to 392 bytes. KeyboardInterrupt, SystemExit and
                 GeneratorExit are told to the others and raised again at once, without waiting.
             digest: what must be equal on all ranks that have no problem; at most 32 bytes.
             facts: 64 flags which may differ between ranks.
