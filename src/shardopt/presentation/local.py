@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 from operator import is_
 from typing import Any, ClassVar, cast
@@ -44,10 +44,11 @@ class LocalPresentation(Presentation):
         self._leaf_of: dict[int, Tensor] = {}
         self._param_of: dict[int, Tensor] = {}
         self._leaf_lists: list[list[Tensor]] = []
-        # The state as it was shown last, and the user's keys of it. Both are compared with the user's state before each
-        # use; until then they keep what the user may have thrown out of it.
+        # The state as it was shown last, its keys, and the user's keys of it. They are compared with the user's state
+        # before each use; until then they keep what the user may have thrown out of it.
         self._shown: defaultdict[Any, Any] = defaultdict(dict)
         self._shown_keys: list[Any] = []
+        self._user_keys: list[Any] = []
 
     def check_new(self, tracked: Sequence[Tracked]) -> None:
         """Checks that DTensor state that already exists is placed like its parameter."""
@@ -78,6 +79,7 @@ class LocalPresentation(Presentation):
         self._leaf_lists = [[self._leaf_of.get(id(p), p) for p in known] for known in self._lists]
         self._shown = defaultdict(dict)
         self._shown_keys = []
+        self._user_keys = []
 
     def _check_state(self, tracked: Tracked, param: DTensor) -> None:
         # Adagrad makes its state in __init__, and a warm optimizer may be wrapped: both hold DTensors.
@@ -160,10 +162,10 @@ class LocalPresentation(Presentation):
             ready.gradients[index] = local_shard(aligned)
         user_state = self.inner.state
         user_lists = [group["params"] for group in self.inner.param_groups]
-        if not _same_items(self._shown_keys, self._shown, user_state):
-            self._shown_keys = list(user_state)
-            shown = zip(_renamed(self._shown_keys, self._leaf_of), user_state.values(), strict=True)
-            self._shown = defaultdict(dict, shown)
+        if not (_same(self._user_keys, user_state) and _same(self._shown.values(), user_state.values())):
+            self._user_keys = list(user_state)
+            self._shown_keys = _renamed(self._user_keys, self._leaf_of)
+            self._shown = defaultdict(dict, zip(self._shown_keys, user_state.values(), strict=True))
         try:
             self._enter(ready)
             return self._run(closure, amp)
@@ -187,9 +189,9 @@ class LocalPresentation(Presentation):
         set_gradients(self._leaves, repeat(None, len(self._leaves)))
         if shown is user_state:
             return
-        keys = list(_renamed(list(shown), self._param_of))
-        if not _same_items(keys, shown, user_state):
-            restored = dict(zip(keys, shown.values(), strict=True))
+        # Compared with the keys that were shown, which are in the cache: the user's are not.
+        if not (_same(self._shown_keys, shown) and _same(shown.values(), user_state.values())):
+            restored = dict(zip(_renamed(list(shown), self._param_of), shown.values(), strict=True))
             user_state.clear()
             user_state.update(restored)
 
@@ -202,13 +204,11 @@ def _leaf(param: DTensor, shard: Tensor) -> nn.Parameter:
     return nn.Parameter(shard.detach(), requires_grad=param.requires_grad)
 
 
-def _renamed(keys: Sequence[Any], names: dict[int, Tensor]) -> Iterator[Any]:
+def _renamed(keys: Sequence[Any], names: dict[int, Tensor]) -> list[Any]:
     """The keys, tensors by the name they have in ``names``; all else keeps its own."""
-    return map(names.get, map(id, keys), keys)
+    return list(map(names.get, map(id, keys), keys))
 
 
-def _same_items(keys: Sequence[Any], values_of: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """Whether ``keys`` with the values of ``values_of`` are, object by object and in order, the items of ``other``."""
-    if not len(keys) == len(values_of) == len(other):
-        return False
-    return all(map(is_, keys, other)) and all(map(is_, values_of.values(), other.values()))
+def _same(left: Collection[object], right: Collection[object]) -> bool:
+    """Whether both hold the same objects in the same order."""
+    return len(left) == len(right) and all(map(is_, left, right))
