@@ -31,7 +31,8 @@ class Ranks:
         # Forked from a process that has imported torch and done nothing else: an import takes longer than most runs.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
-        self._pool = ProcessPoolExecutor(most, mp_context=context)
+        # A process keeps its rank: torch's device meshes remember the coordinate they had in an earlier group.
+        self._ranks = [ProcessPoolExecutor(1, mp_context=context) for _ in range(most)]
 
     def __enter__(self) -> Ranks:
         return self
@@ -39,15 +40,16 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        for rank in self._ranks:
+            rank.shutdown(cancel_futures=True)
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(*args)`` on every rank of a group of ``world_size``; the results in rank order."""
         # port 0, read back from the store: fixed ports collide when two runs share a host
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
-        # A rank waits for all the others in its first collective, so no process can get two of them.
         futures = [
-            self._pool.submit(_as_rank, rank, world_size, store.port, function, args) for rank in range(world_size)
+            process.submit(_as_rank, rank, world_size, store.port, function, args)
+            for rank, process in enumerate(self._ranks[:world_size])
         ]
         return [future.result() for future in futures]
 

@@ -22,7 +22,7 @@ from shardopt.portable.reader import read_checkpoint
 from shardopt.presentation.assembly import join, make_part, track_all, track_group
 from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.joined_state import JoinedState
-from shardopt.presentation.presentation import Ready, amp_scale
+from shardopt.presentation.presentation import Ready, amp_scale, drop_amp_scale
 from shardopt.staging.fingerprint import Fingerprint
 from shardopt.staging.poison import Poison, fingerprint
 from shardopt.staging.prepare import Plan, prepare
@@ -152,8 +152,11 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         Raises:
             RankFailureError: another rank failed before the update.
         """
-        with amp_scale(self) as amp:
-            return self._step(closure, amp)
+        try:
+            return self._step(closure, amp_scale(self))
+        except BaseException:
+            drop_amp_scale(self)
+            raise
 
     def _step(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
         loss: Any = None
@@ -173,8 +176,10 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             ready = [part.presentation.preflight() for part in parts]
         except BaseException as error:
             failure = error
-        unaligned = "\n".join(fqn for one in ready for fqn in one.unaligned.values())
-        self._vote("step", failure, every_step=True, digest=unaligned.encode())
+        unaligned: list[str] = []
+        for one in ready:
+            unaligned += one.unaligned.values()
+        self._vote("step", failure, every_step=True, digest="\n".join(unaligned).encode())
         self._changes += 1
         try:
             for part, one in zip(parts, ready, strict=True):
@@ -255,6 +260,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    @without_dynamo
     def prepare_load(
         self, state_dict: Mapping[str, Any] | str | os.PathLike[str], *, prefix: str | None = None
     ) -> PreparedLoad:
@@ -297,6 +303,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             committed=self._loaded,
         )
 
+    @without_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Collective. Adds a group to the wrapped optimizer; its parameters must be in the models.
 

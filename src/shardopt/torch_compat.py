@@ -149,9 +149,10 @@ def run_pre_hooks(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] |
     Raises:
         TypeError: a hook replaces the step's arguments.
     """
-    if _patched_step(optimizer) is not None:
+    hooks = optimizer._optimizer_step_pre_hooks
+    if not hooks or _patched_step(optimizer) is not None:
         return
-    for hook in optimizer._optimizer_step_pre_hooks.values():
+    for hook in hooks.values():
         if hook(optimizer, _step_arguments(optimizer, closure), {}) is not None:
             raise TypeError(
                 f"a step pre-hook of the wrapped {type(optimizer).__name__} returned new arguments; register hooks "
@@ -161,9 +162,10 @@ def run_pre_hooks(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] |
 
 def run_post_hooks(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> None:
     """Runs the optimizer's own step post-hooks, which ``raw_step`` leaves out."""
-    if _patched_step(optimizer) is not None:
+    hooks = optimizer._optimizer_step_post_hooks
+    if not hooks or _patched_step(optimizer) is not None:
         return
-    for hook in optimizer._optimizer_step_post_hooks.values():
+    for hook in hooks.values():
         hook(optimizer, _step_arguments(optimizer, closure), {})
 
 

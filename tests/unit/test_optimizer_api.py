@@ -286,3 +286,25 @@ def test_an_unknown_class_runs_only_when_asked() -> None:
     train(optimizer, model, range(2))
     train(torch.optim.SGD(other.parameters(), lr=0.5), other, range(2))
     assert weights(model) == weights(other)
+
+
+COLLECTIVES = {
+    "step": lambda wrapper: wrapper.step(),
+    "state_dict": lambda wrapper: wrapper.state_dict(),
+    "load_state_dict": lambda wrapper: wrapper.load_state_dict({}),
+    "prepare_load": lambda wrapper: wrapper.prepare_load({}),
+    "add_param_group": lambda wrapper: wrapper.add_param_group({}),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_dynamo_does_not_trace_what_votes(name: str) -> None:
+    wrapper = wrap(nn.Linear(2, 2))
+
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        COLLECTIVES[name](wrapper)
+        return x + 1
+
+    # A vote that Dynamo traced would be part of the graph, with its answer baked in.
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="should not be traced|skip calling"):
+        torch.compile(compiled, backend="eager", fullgraph=True)(torch.zeros(1))

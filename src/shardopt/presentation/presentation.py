@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from shardopt.layouts.catalog import is_whole_matrix, spec_of
 from shardopt.layouts.tracked import Tracked
 from shardopt.torch_compat import raw_step
 
-__all__ = ["COMPUTE", "Choice", "Presentation", "Ready", "amp_scale", "choose", "qualified_name"]
+__all__ = ["COMPUTE", "Choice", "Presentation", "Ready", "amp_scale", "choose", "drop_amp_scale", "qualified_name"]
 
 COMPUTE: tuple[str, ...] = ("auto", "local", "dtensor")
 
@@ -113,20 +112,19 @@ def _plain(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-@contextmanager
-def amp_scale(optimizer: torch.optim.Optimizer) -> Generator[dict[str, Tensor]]:
-    """What GradScaler has left on ``optimizer`` for the step inside; empty when it is not in use.
-
-    A step that raises takes it off: GradScaler does so only after one that returns, and would multiply
-    the scale it finds with the next one.
-    """
+def amp_scale(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What GradScaler has left on ``optimizer`` for the step that follows; empty when it is not in use."""
     found = vars(optimizer)
-    try:
-        yield {key: found[key] for key in _AMP_ATTRIBUTES if found.get(key) is not None}
-    except BaseException:
-        for key in _AMP_ATTRIBUTES:
-            found.pop(key, None)
-        raise
+    return {key: found[key] for key in _AMP_ATTRIBUTES if found.get(key) is not None}
+
+
+def drop_amp_scale(optimizer: torch.optim.Optimizer) -> None:
+    """Takes it off, after a step that raises.
+
+    GradScaler does so only after one that returns, and would multiply the scale it finds with the next one.
+    """
+    for key in _AMP_ATTRIBUTES:
+        vars(optimizer).pop(key, None)
 
 
 def qualified_name(inner: torch.optim.Optimizer) -> str:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from torch import distributed as dist
 
 from shardopt.scope.record import Record, facts_if_all_well
-from shardopt.scope.verdict import Verdict, judge
+from shardopt.scope.verdict import Verdict, all_well, judge
 
 __all__ = ["FIRST_VERDICT", "Ballot", "peek"]
 
@@ -19,6 +19,9 @@ _BLOCK_S = 5.0
 _POLL_SHARE = 0.05  # of the time already waited, so that polling makes a vote 5 % longer at most
 _MIN_POLL_S = 0.001
 _MAX_POLL_S = 1.0
+# Keys nobody needs any more are deleted this many at a time. A deletion waits for the store's answer, and a single one
+# mostly for the store's process to be woken.
+_SWEEP = 32
 
 
 class Ballot:
@@ -29,9 +32,9 @@ class Ballot:
     ``compare_set`` lets the first verdict stand, and every rank, the late included, acts on that one only.
     So no rank leaves with another verdict than its peers, and the sequence numbers stay in step.
 
-    Keys: ``v/<n>``, a verdict, goes once a later verdict has a record of every rank: a rank that votes again
-    has read it. ``r/<n>/<index>``, a record, goes when its rank votes again: nobody needs it by then. The
-    first rank overwrites one record, ``r/first``, instead; that saves it a request a vote.
+    Keys: ``v/<n>``, a verdict, may go once a later verdict has a record of every rank: a rank that votes again
+    has read it. ``r/<n>/<index>``, a record, may go when its rank votes again: nobody needs it by then. Both do
+    so a few dozen at a time. The first rank overwrites one record, ``r/first``, instead of leaving new ones.
 
     A store whose host is stopped stops its votes, past the deadline, until the host runs again or the
     connection breaks: nobody could know what verdict the host has already read.
@@ -51,7 +54,8 @@ class Ballot:
         self._ranks = tuple(ranks)
         self._index = index
         self._timeout_s = timeout_s
-        self._unread: list[str] = []  # keys of verdicts that some rank may still have to read
+        self._written: list[str] = []  # keys, the oldest first, of which only the last may still have to be read
+        self._stale: list[str] = []  # keys that go at this rank's next sweep
 
     def cast(
         self, record: Record, *, leave: bool = False, interrupt: Callable[[], Verdict | None] | None = None
@@ -72,8 +76,8 @@ class Ballot:
         self.sequence += 1
         # torch's stub says text; bytes are what it is for
         self.store.set(self._record_key(self._index), data)  # pyrefly: ignore[bad-argument-type]
-        if self._index and self.sequence > 1:
-            self.store.delete_key(self._record_key(self._index, self.sequence - 1))
+        # One rank deletes the verdicts for all.
+        self._written.append(self._record_key(self._index) if self._index else _verdict_key(self.sequence))
         verdict = self._close(None) if leave else self._outcome(data, interrupt)
         self._clear(verdict)
         return verdict
@@ -95,8 +99,8 @@ class Ballot:
             return Verdict.decode(found[0])
         facts = facts_if_all_well([own, *found])
         if facts is not None:
-            return self._publish(Verdict(complete=True, facts=facts))
-        return self._publish(judge(self._ranks, [Record.decode(data) for data in (own, *found)]))
+            return self._publish(all_well(facts))
+        return self._publish(judge(self._ranks, [Record.decode(data) for data in (own, *found)]).encode())
 
     def _await(self, keys: list[str], give_up: Callable[[], bool], *, block: bool = True) -> list[bytes] | None:
         """The values of keys as soon as all are there; None when it was given up or the deadline has passed."""
@@ -112,7 +116,7 @@ class Ballot:
     def _is_decided(self, interrupt: Callable[[], Verdict | None] | None) -> bool:
         verdict = interrupt() if interrupt else None
         if verdict is not None:
-            self._publish(verdict)
+            self._publish(verdict.encode())
         return self.store.check([_verdict_key(self.sequence)])
 
     def _close(self, waited_s: float | None) -> Verdict:
@@ -123,23 +127,23 @@ class Ballot:
             record = None if data is None else Record.decode(data)
             # The record that is overwritten may be of another vote. Of a later one: then the verdict is out already.
             records.append(record if record and record.sequence == self.sequence else None)
-        return self._publish(judge(self._ranks, records, waited_s=waited_s))
+        return self._publish(judge(self._ranks, records, waited_s=waited_s).encode())
 
-    def _publish(self, verdict: Verdict) -> Verdict:
+    def _publish(self, encoded: str) -> Verdict:
         """The verdict that stands: this one, unless there is one already."""
-        return Verdict.decode(self.store.compare_set(_verdict_key(self.sequence), "", verdict.encode()))
+        return Verdict.decode(self.store.compare_set(_verdict_key(self.sequence), "", encoded))
 
     def _clear(self, verdict: Verdict) -> None:
-        """Deletes the verdicts that every rank has read. One rank does it for all."""
-        if self._index:
-            return
-        if verdict.complete:
-            while self._unread:
-                self.store.delete_key(self._unread.pop())
-        self._unread.append(_verdict_key(self.sequence))
+        """Takes the keys nobody needs any more out of the store, once there are enough of them."""
+        if self._index or verdict.complete:
+            self._stale += self._written[:-1]
+            del self._written[:-1]
+        if len(self._stale) >= _SWEEP:
+            while self._stale:
+                self.store.delete_key(self._stale.pop())
 
-    def _record_key(self, index: int, sequence: int | None = None) -> str:
-        return f"r/{sequence or self.sequence}/{index}" if index else "r/first"
+    def _record_key(self, index: int) -> str:
+        return f"r/{self.sequence}/{index}" if index else "r/first"
 
 
 def _verdict_key(sequence: int) -> str:

@@ -72,7 +72,7 @@ class Record(NamedTuple):
             raise ValueError(f"{self.operation}: a digest of {len(self.digest)} bytes, at most {MAX_DIGEST_BYTES}")
         if not 0 <= self.facts < 1 << 64:
             raise ValueError(f"{self.operation}: facts {self.facts} are not 64 unsigned bits")
-        text = cut(self.text, MAX_TEXT_BYTES)
+        text = cut(self.text, MAX_TEXT_BYTES) if self.text else b""
         lengths = (len(operation), len(self.digest), len(text))
         header = _HEADER.pack(self.status, *lengths, sequence)
         return (header + operation + self.digest + text).ljust(_FACTS_AT, b"\0") + _FACTS.pack(self.facts)

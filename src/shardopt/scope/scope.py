@@ -14,7 +14,7 @@ from shardopt.scope.exchange import Parcel
 from shardopt.scope.meeting import meet
 from shardopt.scope.record import Record, Status, describe
 from shardopt.scope.verdict import judge, say_ranks
-from shardopt.torch_compat import own_store, without_dynamo
+from shardopt.torch_compat import own_store
 
 __all__ = ["Scope"]
 
@@ -93,7 +93,6 @@ class Scope:
     def __repr__(self) -> str:
         return f"Scope({self.name!r}, {say_ranks(self.ranks)}, on rank {self.rank})"
 
-    @without_dynamo
     def vote(
         self, operation: str, *, problem: BaseException | str | None = None, digest: bytes = b"", facts: int = 0
     ) -> int:
@@ -145,7 +144,6 @@ class Scope:
         with contextlib.suppress(dist.DistNetworkError), self._lock:
             ballot.cast(record, leave=True)
 
-    @without_dynamo
     def exchange(self, operation: str, payload: bytes) -> list[bytes]:
         """Collective: every rank's payload, in the order of ``ranks``.
 

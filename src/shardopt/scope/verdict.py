@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shardopt.errors import RankFailureError
 from shardopt.scope.record import Record, Status
 
-__all__ = ["Verdict", "judge", "say_ranks"]
+__all__ = ["Verdict", "all_well", "judge", "say_ranks"]
 
 _OK = "ok "
 _NOBODY: Mapping[int, str] = MappingProxyType({})
@@ -46,12 +46,14 @@ class Verdict(NamedTuple):
     def encode(self) -> str:
         """The verdict as text (a store's ``compare_set`` takes nothing else)."""
         if self.ok:
-            return f"{_OK}{self.facts}"
+            return all_well(self.facts)
         return json.dumps(self._asdict(), default=dict)
 
     @classmethod
     def decode(cls, data: bytes) -> Verdict:
         """The verdict that ``encode`` wrote."""
+        if data == _NO_FACTS:
+            return _WELL
         if data.startswith(_OK.encode()):
             return cls(complete=True, facts=int(data[len(_OK) :]))
         read = json.loads(data)
@@ -95,6 +97,16 @@ class Verdict(NamedTuple):
             groups = ", ".join(f"{say_ranks(ranks)} {digest or '(none)'}" for digest, ranks in self.disagree.items())
             said.append(f"{operation}: ranks disagree, by digest: {groups}")
         return said
+
+
+def all_well(facts: int) -> str:
+    """The encoded verdict that every rank may go on."""
+    return f"{_OK}{facts}"
+
+
+# What nearly every vote ends in, made once.
+_NO_FACTS = all_well(0).encode()
+_WELL = Verdict(complete=True)
 
 
 def judge(ranks: Sequence[int], records: Sequence[Record | None], *, waited_s: float | None = None) -> Verdict:

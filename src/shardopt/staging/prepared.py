@@ -11,6 +11,7 @@ from shardopt.scope import Scope
 from shardopt.staging.fingerprint import Fingerprint
 from shardopt.staging.prepare import Plan
 from shardopt.staging.report import Report
+from shardopt.torch_compat import without_dynamo
 
 __all__ = ["PreparedLoad", "agree"]
 
@@ -74,6 +75,7 @@ class PreparedLoad:
         if outdated is not None:
             raise StaleLoadError(f"nothing was changed: {outdated}")
 
+    @without_dynamo
     def commit(self) -> None:
         """Collective. Puts the loaded state and group values in place, on every rank or on none.
 

@@ -93,7 +93,14 @@ def test_an_interrupt_is_published(ballots: list[Ballot]) -> None:
     assert ballots[0].cast(STEP) == verdict
 
 
-def test_a_verdict_stays_until_every_rank_has_voted_again(ballots: list[Ballot]) -> None:
+def sweep_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardopt.scope.ballot._SWEEP", 1)
+
+
+def test_a_verdict_stays_until_every_rank_has_voted_again(
+    ballots: list[Ballot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep_at_once(monkeypatch)
     store = ballots[0].store
     ballots[1].cast(STEP)
     ballots[0].cast(STEP)
@@ -108,8 +115,22 @@ def test_a_verdict_stays_until_every_rank_has_voted_again(ballots: list[Ballot])
     assert store.check(["v/3"])
 
 
-def test_a_rank_deletes_its_record_when_it_votes_again(ballots: list[Ballot]) -> None:
+def test_a_rank_deletes_its_record_when_it_votes_again(ballots: list[Ballot], monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep_at_once(monkeypatch)
     ballots[1].cast(STEP)
+    assert ballots[1].store.check(["r/1/1"])
+    ballots[1].cast(STEP)
+    assert not ballots[1].store.check(["r/1/1"])
+
+
+def test_an_interrupted_votes_record_goes_too(ballots: list[Ballot], monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep_at_once(monkeypatch)
+
+    def interrupt() -> Verdict:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ballots[1].cast(STEP, interrupt=interrupt)
     assert ballots[1].store.check(["r/1/1"])
     ballots[1].cast(STEP)
     assert not ballots[1].store.check(["r/1/1"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from shardopt import errors
 from shardopt.scope import Scope
@@ -49,15 +48,3 @@ def test_more_ranks_need_a_process_group() -> None:
 def test_a_deadline_must_be_positive(timeout_s: float) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         Scope.over((0, 1), timeout_s=timeout_s, name="optimizer")
-
-
-def test_dynamo_does_not_trace_a_vote() -> None:
-    scope = Scope.single()
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return x + scope.vote("step", facts=1)
-
-    # A vote that Dynamo traced would be part of the graph, with its answer baked in.
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"`Scope\.vote` should not be traced"):
-        torch.compile(step, backend="eager", fullgraph=True)(torch.zeros(1))
-    assert torch.compile(step, backend="eager")(torch.zeros(1)).item() == 1
