@@ -27,7 +27,7 @@ from shardopt.staging.fingerprint import Fingerprint
 from shardopt.staging.poison import Poison, fingerprint
 from shardopt.staging.prepare import Plan, prepare
 from shardopt.staging.prepared import PreparedLoad, agree
-from shardopt.torch_compat import run_post_hooks, run_pre_hooks, without_dynamo
+from shardopt.torch_compat import refuse_dcp_state_dict, run_post_hooks, run_pre_hooks, without_dynamo
 
 __all__ = ["ShardedStateOptimizer"]
 
@@ -123,6 +123,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's own state, keyed by the user's parameters (of several: a joined view)."""
+        refuse_dcp_state_dict()
         parts = self._inventory.parts
         return parts[0].inner.state if len(parts) == 1 else self._joined_state
 

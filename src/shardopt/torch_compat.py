@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
     "mesh_ranks",
     "own_store",
     "raw_step",
+    "refuse_dcp_state_dict",
     "root_mesh_ranks",
     "run_post_hooks",
     "run_pre_hooks",
@@ -34,6 +36,8 @@ __all__ = [
     "storage_token",
     "without_dynamo",
 ]
+
+_DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 
 def local_shard(tensor: DTensor) -> Tensor:
@@ -215,3 +219,21 @@ def root_mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     There is no public way from a slice to its root.
     """
     return mesh_ranks(mesh._get_root_mesh())
+
+
+def refuse_dcp_state_dict() -> None:
+    """Raises if the caller was called by ``torch.distributed.checkpoint.state_dict``.
+
+    Its four functions for optimizers read ``optimizer.state`` first of all, and where that is empty they write zero
+    gradients, set ``lr`` to 0 and step. They have no hook by which an optimizer could tell them otherwise.
+
+    Raises:
+        TypeError: the caller was; the error says what to call instead.
+    """
+    caller = sys._getframe(2).f_globals.get("__name__")
+    if caller == _DCP_STATE_DICT:
+        raise TypeError(
+            f"{caller} does not suit a ShardedStateOptimizer, which it would step to fill: give the optimizer itself "
+            "to dcp.save({'optim': optimizer}, ...) and dcp.load, and load what these functions have saved before with "
+            "optimizer.prepare_load(path).commit()."
+        )

@@ -11,6 +11,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -28,6 +29,7 @@ from shardopt.torch_compat import (
     mesh_ranks,
     own_store,
     raw_step,
+    refuse_dcp_state_dict,
     root_mesh_ranks,
     run_post_hooks,
     run_pre_hooks,
@@ -318,3 +320,41 @@ def test_root_mesh_ranks_are_those_of_the_mesh_it_was_sliced_from(mesh: DeviceMe
     # A slice made by torch knows its root in the same way.
     two_axes = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     assert two_axes["tp"]._get_root_mesh() is two_axes
+
+
+class Asked(torch.optim.Optimizer):
+    """Has a state that asks who reads it, and nothing else that torch could read or call before."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        refuse_dcp_state_dict()
+        return {}
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"torch has read {name!r} before 'state'")
+
+    step = zero_grad = state_dict = load_state_dict = None  # type: ignore[assignment]
+
+
+DCP_CALLS = {
+    "get_optimizer_state_dict": lambda model, one: dcp_state_dict.get_optimizer_state_dict(model, one),
+    "get_state_dict": lambda model, one: dcp_state_dict.get_state_dict(model, one),
+    "set_optimizer_state_dict": lambda model, one: dcp_state_dict.set_optimizer_state_dict(
+        model, one, {"state": {}, "param_groups": []}
+    ),
+    "set_state_dict": lambda model, one: dcp_state_dict.set_state_dict(
+        model, one, model_state_dict=model.state_dict(), optim_state_dict={"state": {}, "param_groups": []}
+    ),
+}
+
+
+@pytest.mark.parametrize("call", DCP_CALLS)
+def test_refuse_dcp_state_dict_is_what_torch_meets_first(call: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = Asked()
+    with pytest.raises(TypeError, match=r"^torch\.distributed\.checkpoint\.state_dict .* give the optimizer itself to"):
+        DCP_CALLS[call](model, optimizer)
+    assert optimizer.state == {}
