@@ -16,7 +16,7 @@ from shardopt.errors import PresentationError, RankFailureError
 from shardopt.layouts.infer import Elementwise, infer
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.export import export
-from shardopt.portable.handles import ThisProcessOnly
+from shardopt.portable.handles import Lease
 from shardopt.portable.keys import MANIFEST_KEY, state_key
 from shardopt.portable.reader import read_checkpoint
 from shardopt.presentation.assembly import join, make_part, track_all, track_group
@@ -65,7 +65,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
 
         Args:
             optimizer: one torch optimizer or several with disjoint parameters.
-            model: the module or modules that hold the parameters; they give them their names.
+            model: the module or modules that hold the parameters; names are theirs, else the optimizer's own.
             compute: what the optimizer sees while it steps: ``"local"`` (this rank's shards),
                 ``"dtensor"`` (the DTensors), or ``"auto"``, which takes only what is known to equal the
                 unsharded run.
@@ -74,8 +74,8 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             vote_timeout: seconds after which a rank that does not vote is an error on every other.
 
         Raises:
-            NamingError: a parameter is in none of the models, or two share a name.
-            PlacementError: a parameter or its existing state has no known place.
+            NamingError: a parameter is in none of the models and has no name, or two share a name.
+            PlacementError: a parameter or its existing state has no known place, or is on a device its mesh is not.
             PresentationError: ``compute`` does not suit the optimizer's class.
             ScopeError: the ranks that hold the parameters cannot be joined.
         """
@@ -101,7 +101,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         parts = [make_part(inner, compute) for inner in _checked(inners)]
         tracked = track_all(inners, self._models)
         self._scope = join(tracked, vote_timeout)
-        self._inventory = Inventory(parts, self._scope.size)
+        self._inventory = Inventory(parts, self._scope.size, self._models)
         self._inventory.add(tracked)
         self._joined_groups: list[dict[str, Any]] = self._inventory.groups()
         self._joined_state = JoinedState(self._inventory)
@@ -238,7 +238,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
                 _LOG.warning(note)
         for handle in exported.handles.values():
             handle.refuse_save = refusal
-        exported.handles[MANIFEST_KEY].outdated = ThisProcessOnly(partial(self._changed_since, self._changes))
+        exported.handles[MANIFEST_KEY].outdated = Lease(partial(self._changed_since, self._changes))
         return result
 
     @without_dynamo

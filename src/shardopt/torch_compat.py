@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardopt.errors import ScopeError
 
 __all__ = [
+    "fsdp_offloaded",
+    "fsdp_stand_ins",
     "gradients_of",
     "local_box",
     "local_shard",
     "make_wrapper",
     "mesh_ranks",
     "own_store",
+    "placed_like",
     "raw_step",
     "refuse_dcp_state_dict",
     "root_mesh_ranks",
@@ -237,3 +242,51 @@ def refuse_dcp_state_dict() -> None:
             "to dcp.save({'optim': optimizer}, ...) and dcp.load, and load what these functions have saved before with "
             "optimizer.prepare_load(path).commit()."
         )
+
+
+def fsdp_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
+    """``id`` of each object that FSDP2 shows in a parameter's place for a while -> the sharded parameter itself.
+
+    From a forward pass to the next ``reshard()`` a module shows whole (or otherwise sharded) parameters; after an
+    evaluation the root does so for long. The optimizer holds the sharded ones, and nothing public leads to them
+    but a ``reshard()``, which would change the model.
+    """
+    return {
+        id(shown): managed.sharded_param
+        for managed in _fsdp_params(model)
+        for shown in (
+            getattr(managed, "_unsharded_param", None),  # before the first forward pass there is none
+            getattr(managed, "_sharded_post_forward_param", None),
+        )
+        if shown is not None
+    }
+
+
+def fsdp_offloaded(model: nn.Module) -> set[int]:
+    """``id`` of each parameter that FSDP2 keeps on the host under ``CPUOffloadPolicy``, whatever its mesh's device.
+
+    The policy is kept nowhere public.
+    """
+    return {id(managed.sharded_param) for managed in _fsdp_params(model) if managed.offload_to_cpu}
+
+
+def _fsdp_params(model: nn.Module) -> Iterator[Any]:
+    """What FSDP2 knows of each parameter that it manages in the model."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            # torch 2.11 has at most one group for a module. Later ones have several, and refuse to name one of them.
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                yield from () if group is None else group.fsdp_params
+
+
+def placed_like(param: DTensor, local: Tensor) -> DTensor:
+    """A DTensor over ``local`` itself, with the global shape, mesh and placements of ``param``.
+
+    ``DTensor.from_local`` moves a tensor to the mesh's device first. Under ``CPUOffloadPolicy`` that makes a copy on
+    the accelerator, and what is read into it or written to it never reaches the tensor on the host.
+    """
+    meta = TensorMeta(param.shape, param.stride(), local.dtype)
+    spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
+    return DTensor(local.detach(), spec, requires_grad=False)

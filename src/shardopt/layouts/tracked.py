@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,9 +11,26 @@ from torch.distributed.tensor import DTensor
 from shardopt.errors import PlacementError
 from shardopt.geometry import Box
 from shardopt.naming import Name
-from shardopt.torch_compat import local_box, local_shard
+from shardopt.torch_compat import local_box, local_shard, placed_like
 
-__all__ = ["Tracked", "track"]
+__all__ = ["Kind", "Tracked", "check_device", "track"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a tensor must keep being for state that was made beside it to fit."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Kind:
+        """The tensor's kind now."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.device)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{self.shape} on {self.device}"
 
 
 @dataclass(slots=True)
@@ -27,6 +44,7 @@ class Tracked:
         box: the part of it this rank holds; empty along a dim when the shard is empty.
         optimizer: index of the inner optimizer.
         group: index into the wrapper's joined ``param_groups``.
+        kind: of this rank's shard when it was tracked.
     """
 
     name: Name
@@ -35,6 +53,10 @@ class Tracked:
     box: Box
     optimizer: int
     group: int
+    kind: Kind = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kind = Kind.of(self.local)
 
     @property
     def fqn(self) -> str:
@@ -50,10 +72,7 @@ class Tracked:
         """``local`` placed like the parameter: a DTensor over it, or itself for a plain parameter."""
         if not isinstance(self.param, DTensor):
             return local
-        param = self.param
-        return DTensor.from_local(
-            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
+        return placed_like(self.param, local)
 
 
 def track(name: Name, param: Tensor, *, optimizer: int, group: int) -> Tracked:
@@ -81,3 +100,22 @@ def track(name: Name, param: Tensor, *, optimizer: int, group: int) -> Tracked:
             "fully_shard cut them."
         )
     return Tracked(name, param, shape, box, optimizer, group)
+
+
+def check_device(tracked: Tracked) -> None:
+    """Refuses a shard that is not on its mesh's device; not for parameters that FSDP keeps on the host.
+
+    torch moves such a shard, or a copy of it, to the mesh's device at its own times, so that state would be made on
+    one device and wanted on the other. Tried with meshes that have no hardware behind them only.
+
+    Raises:
+        PlacementError: they differ.
+    """
+    param = tracked.param
+    if isinstance(param, DTensor) and tracked.local.device.type != param.device_mesh.device_type:
+        raise PlacementError(
+            f"{tracked.fqn}: this rank's shard is on {tracked.local.device}, its mesh on "
+            f"{param.device_mesh.device_type!r}; move the model there before the optimizer is built. A shard may be on "
+            "the host if fully_shard was given CPUOffloadPolicy and the wrapper the module that was given to "
+            "fully_shard."
+        )

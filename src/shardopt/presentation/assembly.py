@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardopt.errors import ScopeError
-from shardopt.layouts.tracked import Tracked, track
-from shardopt.naming import name_parameters
+from shardopt.errors import PlacementError, ScopeError
+from shardopt.layouts.tracked import Tracked, check_device, track
+from shardopt.naming import Name, name_parameters
 from shardopt.presentation.dtensor import DTensorPresentation
 from shardopt.presentation.inventory import Inventory, Part
 from shardopt.presentation.local import LocalPresentation
 from shardopt.presentation.presentation import choose
 from shardopt.scope import Scope, ranks_of
+from shardopt.torch_compat import fsdp_offloaded
 
 __all__ = ["join", "make_part", "track_all", "track_group"]
 
@@ -30,13 +31,35 @@ def make_part(inner: torch.optim.Optimizer, compute: str) -> Part:
 
 
 def track_all(inners: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> list[Tracked]:
-    """Names and places every parameter of the optimizers, in the order of their groups."""
+    """Names and places every parameter of the optimizers, in the order of their groups.
+
+    Raises:
+        NamingError: parameters have no name, or share one.
+        PlacementError: parameters have no known place, or are on a device their mesh is not; all are listed.
+    """
+    owners = [index for index, inner in enumerate(inners) for _ in inner.param_groups]
+    # All groups at once: names must be unique among all optimizers.
+    named = name_parameters([group for inner in inners for group in inner.param_groups], models)
+    return _tracked([(name, param, owners[group], group) for group, param, name in named], models)
+
+
+def _tracked(places: Sequence[tuple[Name, Tensor, int, int]], models: Sequence[nn.Module]) -> list[Tracked]:
+    """Each parameter with its name, optimizer and group, tracked."""
+    offloaded: set[int] = set()
+    for model in models:
+        offloaded |= fsdp_offloaded(model)
     tracked: list[Tracked] = []
-    first_group = 0
-    for index, inner in enumerate(inners):
-        named = name_parameters(inner.param_groups, models, first_group=first_group)
-        tracked += [track(name, param, optimizer=index, group=group) for group, param, name in named]
-        first_group += len(inner.param_groups)
+    problems: list[str] = []
+    for name, param, optimizer, group in places:
+        try:
+            item = track(name, param, optimizer=optimizer, group=group)
+            if id(param) not in offloaded:
+                check_device(item)
+            tracked.append(item)
+        except PlacementError as error:
+            problems.append(str(error))
+    if problems:
+        raise PlacementError("\n".join(problems))
     return tracked
 
 
@@ -54,7 +77,8 @@ def track_group(
     """Works out where the parameters of a group that is to be added sit; adds nothing.
 
     Raises:
-        NamingError: a parameter is in none of the models, or is an optimizer's already.
+        NamingError: a parameter is in none of the models and has no name, or is an optimizer's already.
+        PlacementError: a parameter has no known place, or is on a device its mesh is not.
         PresentationError: the groups no longer hold the parameters they were wrapped with.
         ScopeError: a parameter lives on ranks that are not the optimizer's.
         TypeError: the parameters are in a set, whose order differs between ranks.
@@ -66,13 +90,14 @@ def track_group(
     if not isinstance(params, (Tensor, list)):
         # One look uses a generator up, and the wrapped optimizer needs to look too.
         params = param_group["params"] = list(params)
-    listed = [params] if isinstance(params, Tensor) else params
-    listed = [item[1] if isinstance(item, tuple) else item for item in listed]
+    members: list[Any] = [params] if isinstance(params, Tensor) else params
+    # As torch reads a group: of a pair the name is first. Names for some only are refused, by torch.
+    listed = [item[1] if isinstance(item, tuple) else item for item in members]
+    paired = [item[0] for item in members if isinstance(item, tuple)]
+    names = (paired if len(paired) == len(listed) else None) if paired else param_group.get("param_names")
     index = len(inventory.groups())
-    tracked = [
-        track(name, param, optimizer=0, group=group)
-        for group, param, name in name_parameters([{"params": listed}], models, first_group=index)
-    ]
+    named = name_parameters([{"params": listed, "param_names": names}], models, first_group=index)
+    tracked = _tracked([(name, param, 0, group) for group, param, name in named], models)
     beyond = set(ranks_of(listed)) - set(scope.ranks)
     if beyond:
         raise ScopeError(

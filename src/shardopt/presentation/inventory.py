@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardopt.errors import NamingError, PlacementError
 from shardopt.layouts.catalog import spec_of
 from shardopt.layouts.tracked import Tracked
+from shardopt.presentation.identity import Identity
 from shardopt.presentation.presentation import Choice, Presentation
 
 __all__ = ["Inventory", "Part"]
@@ -32,9 +33,16 @@ class Inventory:
 
     parts: list[Part]
     world_size: int
+    models: Sequence[nn.Module] = ()
+    identity: Identity = field(init=False)
     tracked: list[Tracked] = field(default_factory=list)
     by_fqn: dict[str, Tracked] = field(default_factory=dict)
     by_id: dict[int, Tracked] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.identity = Identity(self.models)
+        for part in self.parts:
+            part.presentation.identity = self.identity
 
     def add(self, tracked: Sequence[Tracked]) -> None:
         """Takes in parameters and shows them to their presentations.
@@ -48,6 +56,7 @@ class Inventory:
             part.presentation.check_new([item for item in tracked if item.optimizer == index])
         for index, part in enumerate(self.parts):
             part.presentation.register([item for item in tracked if item.optimizer == index])
+        self.identity.add(tracked)
         self.tracked.extend(tracked)
         self.by_fqn.update((item.fqn, item) for item in tracked)
         self.by_id.update((id(item.param), item) for item in tracked)
@@ -56,21 +65,33 @@ class Inventory:
         """Checks that new parameters are new, and each of them there once.
 
         Raises:
-            NamingError: a parameter is in two places.
+            NamingError: a parameter is in two places, or two have one name.
         """
-        seen = set(self.by_fqn)
-        twice = [item.fqn for item in tracked if item.fqn in seen or seen.add(item.fqn)]
+        seen = {fqn: item.param for fqn, item in self.by_fqn.items()}
+        twice: list[str] = []
+        shared: list[str] = []
+        for item in tracked:
+            if item.fqn in seen:
+                (twice if seen[item.fqn] is item.param else shared).append(item.fqn)
+            seen.setdefault(item.fqn, item.param)
+        problems: list[str] = []
         if twice:
-            raise NamingError(f"{twice}: a parameter may be in one group of one optimizer only.")
+            problems.append(f"{twice}: a parameter may be in one group of one optimizer only.")
+        if shared:
+            problems.append(f"{shared}: another parameter has this name already; give each a name of its own.")
+        if problems:
+            raise NamingError("\n".join(problems))
 
     def check_groups(self) -> None:
-        """Checks that every group still holds the parameters it was registered with.
+        """Checks that groups and models still hold the parameters they were registered with. For saves and loads.
 
         Raises:
-            PresentationError: a parameter was added, removed or replaced behind the wrapper's back.
+            PresentationError: a parameter was added, removed, replaced or given data of another kind behind the
+                wrapper's back.
         """
         for part in self.parts:
             part.presentation.check_groups()
+        self.identity.check()
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups of all inner optimizers: their own dicts, in order."""

@@ -93,13 +93,14 @@ class LocalPresentation(Presentation):
 
     def preflight(self) -> Ready:
         """Checks groups and gradients, and finds this rank's part of each gradient."""
-        self.check_groups()
+        self._check_parameters()
         if not all(map(is_, map(shard_in_place, self._params), self._shards)):
             self._refresh()
         grads = gradients_of(self._params)
         parts = self._usual_parts(grads)
         if parts is not None:
             return Ready(parts)
+        self._note_missing(self._params, grads)
         ready = Ready()
         for grad in grads:
             ready.gradients.append(self._part_of(grad, ready))
@@ -140,17 +141,11 @@ class LocalPresentation(Presentation):
 
     def _refresh(self) -> None:
         # to_empty() and .to(dtype) put a new local tensor into the same parameter.
+        self.identity.check()
         for index, (param, known) in enumerate(zip(self._params, self._shards, strict=True)):
             shard = local_shard(param)
-            if shard is known:
-                continue
-            if shard.shape != known.shape or shard.dtype != known.dtype or shard.device != known.device:
-                raise PresentationError(
-                    f"{self._fqns[index]}: this rank's shard was {known.dtype}{tuple(known.shape)} on {known.device} "
-                    f"when the optimizer was wrapped and is now {shard.dtype}{tuple(shard.shape)} on {shard.device}; "
-                    "build the optimizer and the wrapper after the model has its final dtype, shape and device."
-                )
-            self._shards[index], self._leaves[index] = shard, _leaf(param, shard)
+            if shard is not known:
+                self._shards[index], self._leaves[index] = shard, _leaf(param, shard)
         self._relist()
 
     def step(self, ready: Ready, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +15,15 @@ from torch.distributed.tensor import DTensor
 from shardopt.errors import PresentationError
 from shardopt.layouts.catalog import is_whole_matrix, spec_of
 from shardopt.layouts.tracked import Tracked
-from shardopt.torch_compat import raw_step
+from shardopt.presentation.identity import Identity
+from shardopt.torch_compat import gradients_of, raw_step
 
 __all__ = ["COMPUTE", "Choice", "Presentation", "Ready", "amp_scale", "choose", "drop_amp_scale", "qualified_name"]
 
 COMPUTE: tuple[str, ...] = ("auto", "local", "dtensor")
+
+# In C, since it is read for every plain parameter in every step.
+_kind_of: Callable[[Tensor], tuple[Any, ...]] = attrgetter("dtype", "shape", "device")
 
 # Attributes through which GradScaler hands its scale and verdict to an optimizer's own kernel.
 _AMP_ATTRIBUTES = ("grad_scale", "found_inf")
@@ -50,7 +54,13 @@ class Presentation(ABC):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
         self.tracked: list[Tracked] = []
+        # Of all wrapped optimizers, where there are several: a look at the models is a look for all of them.
+        self.identity = Identity()
         self._lists: list[list[Tensor]] = []
+        self._plain: list[Tensor] = []
+        self._plain_kinds: list[tuple[Any, ...]] = []
+        self._identity_is_new = True
+        self._without_gradient: set[int] = set()
 
     @abstractmethod
     def check_new(self, tracked: Sequence[Tracked]) -> None:
@@ -64,6 +74,9 @@ class Presentation(ABC):
         """Adds parameters that are now in the inner optimizer's groups."""
         self.tracked.extend(tracked)
         self._lists = [list(group["params"]) for group in self.inner.param_groups]
+        self._plain.extend(item.param for item in tracked if not isinstance(item.param, DTensor))
+        self._plain_kinds = list(map(_kind_of, self._plain))
+        self._identity_is_new = True
 
     def check_groups(self) -> None:
         """Raises when the groups no longer hold the parameters they were registered with.
@@ -82,6 +95,34 @@ class Presentation(ABC):
                 "with; add parameters through ShardedStateOptimizer.add_param_group, and wrap again after replacing "
                 "them."
             )
+
+    def _check_parameters(self) -> None:
+        """What every step checks first.
+
+        Raises:
+            PresentationError: groups or parameters are not those that were registered.
+        """
+        self.check_groups()
+        if self._identity_is_new or list(map(_kind_of, self._plain)) != self._plain_kinds:
+            self.identity.check()
+            self._identity_is_new = False
+        self._note_missing(self._plain, gradients_of(self._plain))
+
+    def _note_missing(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Looks into the models when a gradient is missing that has not been missed before.
+
+        That is what a replaced parameter looks like from here. One that is not used looks the same, and costs nothing
+        from the second time on.
+
+        Raises:
+            PresentationError: parameters were replaced.
+        """
+        if type(None) not in set(map(type, gradients)):
+            return
+        missing = {id(param) for param, gradient in zip(params, gradients, strict=True) if gradient is None}
+        if not missing <= self._without_gradient:
+            self.identity.check()
+            self._without_gradient |= missing
 
     @abstractmethod
     def preflight(self) -> Ready:

@@ -163,10 +163,13 @@ def test_a_shard_that_was_replaced_by_an_equal_one_is_followed(pair: Pair) -> No
 
 
 def test_a_shard_of_another_dtype_is_refused_by_name(pair: Pair) -> None:
-    param = pair.sharded[1]
-    param._local_tensor = local_shard(param).double()
-    with pytest.raises(PresentationError, match=r"^1: this rank's shard was torch.float32\(4, 3\) on cpu"):
+    for param in pair.sharded[1:]:
+        param._local_tensor = local_shard(param).double()
+    with pytest.raises(PresentationError, match=r"^2 parameters are not those") as caught:
         pair.wrapped.step()
+    for name in "12":
+        was = f"{name}: this rank's part was torch.float32(4, 3) on cpu and is now torch.float64(4, 3) on cpu"
+        assert was in str(caught.value)
 
 
 def test_a_plain_gradient_is_refused_by_name(pair: Pair) -> None:
