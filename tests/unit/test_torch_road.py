@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_road
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from shardopt import ShardedStateOptimizer
-from tests.support.rules import Awkward, train
+from shardopt import LoadError, ShardedStateOptimizer, ShardoptError
+from tests.support.rules import Awkward, groups, state, train
 from tests.support.snapshot import snapshot
 
 SENTENCE = (
@@ -101,3 +104,79 @@ def test_anybody_else_may_read_the_state() -> None:
     inner = torch.optim.AdamW(model.parameters())
     optimizer = ShardedStateOptimizer(inner, model)
     assert optimizer.state is inner.state
+
+
+def adamw(seed: int = 0, *, steps: int = 0) -> tuple[ShardedStateOptimizer, Awkward]:
+    model = Awkward(seed)
+    optimizer = ShardedStateOptimizer(torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.125)), model)
+    train(optimizer, model, range(steps))
+    return optimizer, model
+
+
+def saved_to(file: Path, state_dict: dict[str, Any]) -> dict[str, Any]:
+    torch.save(state_dict, file)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "warm"])
+def test_torch_save_keeps_what_was_live_J8(steps: int, tmp_path: Path) -> None:
+    optimizer, model = adamw(steps=2)
+    expected, its_groups = state(optimizer, model), groups(optimizer)
+    kept = saved_to(tmp_path / "state.pt", optimizer.state_dict())
+    train(optimizer, model, range(2, 4))
+    for loaded, its_model in (adamw(seed=1, steps=steps), adamw(seed=1, steps=steps)):
+        # Twice, with steps between: what is loaded shares no memory with the file's dict either.
+        loaded.load_state_dict(kept)
+        assert state(loaded, its_model) == expected
+        assert groups(loaded) == its_groups
+        train(loaded, its_model, range(2, 3))
+    optimizer.load_state_dict(kept)
+    assert state(optimizer, model) == expected
+
+
+def test_what_was_loaded_shares_no_memory_with_the_lender_J8() -> None:
+    lender, its_model = adamw(steps=2)
+    loaded, model = adamw(seed=1)
+    loaded.load_state_dict(lender.state_dict())
+    expected = state(lender, its_model), state(loaded, model)
+    train(loaded, model, range(2, 3))
+    assert state(lender, its_model) == expected[0]
+    train(lender, its_model, range(3, 5))
+    copied, its_copied = adamw(seed=1)
+    copied.load_state_dict(saved := copy.deepcopy(loaded.state_dict()))
+    train(loaded, model, range(3, 4))
+    again, its_again = adamw(seed=1)
+    again.load_state_dict(saved)
+    assert state(again, its_again) == state(copied, its_copied)
+
+
+def test_torch_save_of_a_state_dict_of_an_earlier_moment_is_refused_J8(tmp_path: Path) -> None:
+    optimizer, model = adamw(steps=2)
+    earlier = optimizer.state_dict()
+    train(optimizer, model, range(2, 3))
+    with pytest.raises(ShardoptError, match="since this state dict was made.*values of two moments would be mixed"):
+        torch.save(earlier, tmp_path / "state.pt")
+    # A copy that was made too late is no snapshot.
+    with pytest.raises(LoadError, match="values of two moments would be mixed"):
+        adamw()[0].load_state_dict(copy.deepcopy(earlier))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_torch_save_of_what_was_read_is_refused(tmp_path: Path) -> None:
+    dcp.save({"optim": adamw(steps=2)[0]}, checkpoint_id=tmp_path / "saved")
+    filled = adamw()[0].state_dict()
+    dcp.load({"optim": filled}, checkpoint_id=tmp_path / "saved")
+    with pytest.raises(ShardoptError, match=r"read into by a load.* Give it to load_state_dict\(\), and pickle the"):
+        torch.save(filled, tmp_path / "state.pt")
+
+
+def test_half_written_state_is_neither_lent_nor_pickled(tmp_path: Path) -> None:
+    optimizer, _ = adamw(steps=2)
+    optimizer._poison.set("step", ValueError("half"))
+    sentence = "parameters and state may be half updated; load a good checkpoint"
+    for loaded in (optimizer, adamw()[0]):
+        for lent in (optimizer.state_dict(), copy.deepcopy(optimizer.state_dict())):
+            with pytest.raises(LoadError, match=sentence):
+                loaded.load_state_dict(lent)
+    with pytest.raises(ShardoptError, match=sentence):
+        torch.save(optimizer.state_dict(), tmp_path / "state.pt")

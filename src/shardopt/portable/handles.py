@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.errors import FormatError, ShardoptError
 from shardopt.geometry import Box
+from shardopt.portable.bound import Lease, ThisProcessOnly
 from shardopt.portable.scratch import Scratch
 from shardopt.torch_compat import make_wrapper
 
-__all__ = ["ABSENT_SHAPE", "BoxHandle", "BytesHandle", "Handle", "ThisProcessOnly"]
+__all__ = ["ABSENT_SHAPE", "BoxHandle", "BytesHandle", "Handle", "Lease", "ThisProcessOnly"]
 
 # An entry that does not exist yet is saved under its key as a tensor of this shape: no element, no pickle.
 ABSENT_SHAPE: tuple[int, ...] = (0,)
@@ -35,6 +36,10 @@ _OUTDATED = (
 _READ_INTO = (
     "this state dict has been read into by a load, and what was read is not in the live memory that a save would "
     "write. Give it to load_state_dict(), and save the optimizer's state_dict() of then."
+)
+_NOT_PICKLED = (
+    "this state dict has been read into by a load, and what was read does not go into a pickle. Give it to "
+    "load_state_dict(), and pickle the optimizer's state_dict() of then."
 )
 _UNFILLED = "this handle was made by zeros_like and nothing was copied into it; there is nothing to save."
 
@@ -50,21 +55,6 @@ _COPIED = frozenset(
         torch.ops.aten._to_copy.default,
     }
 )
-
-
-class ThisProcessOnly:
-    """Holds an object that stagers must neither copy nor send to another process."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ThisProcessOnly:
-        return ThisProcessOnly()
-
-    def __reduce__(self) -> tuple[type[ThisProcessOnly], tuple[()]]:
-        return (ThisProcessOnly, ())
 
 
 class _SavedSize:
@@ -107,8 +97,8 @@ class Handle(torch.Tensor):
         offsets: where each starts in global coordinates.
         saved_size: global shape in the checkpoint that DCP compared with, None before a load.
         scratch: what a load has filled; None before it, empty when there was nothing to read.
-        refuse_save: why the state must not be saved, or None. Such a state can still be loaded into.
-        outdated: a function that tells whether the optimizer has changed since it lent its memory; a copy has none.
+        refuse_save: why the state must be neither saved nor loaded elsewhere, or None. It can still be read into.
+        outdated: whether the optimizer has changed since it lent its memory.
     """
 
     tensors: list[Tensor]
@@ -116,7 +106,7 @@ class Handle(torch.Tensor):
     saved_size: tuple[int, ...] | None
     scratch: list[Scratch] | None
     refuse_save: str | None
-    outdated: ThisProcessOnly
+    outdated: Lease
 
     def _fill(self, tensors: Sequence[Tensor], offsets: Sequence[tuple[int, ...]]) -> None:
         self.tensors = list(tensors)
@@ -124,12 +114,12 @@ class Handle(torch.Tensor):
         self.saved_size = None
         self.scratch = None
         self.refuse_save = None
-        self.outdated = ThisProcessOnly()
+        self.outdated = Lease()
 
     @property
     def why_outdated(self) -> str | None:
         """Why its live memory must be neither saved nor loaded, or None."""
-        return _OUTDATED if self.outdated.value is not None and self.outdated.value() else None
+        return self.refuse_save or (_OUTDATED if self.outdated.over() else None)
 
     @property
     def was_read(self) -> bool:
@@ -173,8 +163,13 @@ class Handle(torch.Tensor):
         return self
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        state = {key: value for key, value in vars(self).items() if key != "scratch"}
-        return (_rebuild, (type(self), tuple(self.shape), self.dtype, str(self.device), {**state, "scratch": None}))
+        # A stager's copy goes to another process, where saving refuses it on all ranks alike; raised here, the error
+        # of one rank would leave the others waiting for it.
+        original = self.outdated.value is not None
+        refusal = _NOT_PICKLED if self.was_read else self.why_outdated if original else None
+        if refusal is not None:
+            raise ShardoptError(refusal)
+        return (_rebuild, (type(self), tuple(self.shape), self.dtype, str(self.device), dict(vars(self))))
 
     @classmethod
     def __torch_dispatch__(  # pyrefly: ignore[bad-override]
@@ -208,7 +203,7 @@ class Handle(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """DCP is saving: the boxes this rank can write. Replicas offer the same boxes; DCP keeps one."""
-        refusal = self.refuse_save or self.why_outdated or (_READ_INTO if self.was_read else None)
+        refusal = self.why_outdated or (_READ_INTO if self.was_read else None)
         if refusal is not None:
             raise ShardoptError(refusal)
         shape = tuple(self.shape)
@@ -328,6 +323,15 @@ class BytesHandle(Handle):
         # bytearray: torch warns about memory it could write to and python could not.
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return BytesHandle.make([(0, tensor)], len(data))
+
+    def as_read(self) -> BytesHandle:
+        """The same bytes in a handle that is filled, as if a load had brought them."""
+        data = self.contents()
+        handle = BytesHandle.make([(0, data)], data.numel())
+        handle.saved_size = tuple(data.shape)
+        handle.scratch = handle._make_scratch()
+        handle.scratch[0].receive((0,), (data.numel(),), data)
+        return handle
 
     def _make_scratch(self) -> list[Scratch]:
         if self.saved_size is None or len(self.saved_size) != 1:

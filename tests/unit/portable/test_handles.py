@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from shardopt.errors import FormatError, ShardoptError
 from shardopt.geometry import Box
-from shardopt.portable.handles import ABSENT_SHAPE, BoxHandle, BytesHandle, Handle, ThisProcessOnly
+from shardopt.portable.handles import ABSENT_SHAPE, BoxHandle, BytesHandle, Handle, Lease, ThisProcessOnly
 
 BOX = Box((2, 0), (3, 4))
 SHAPE = (7, 4)
@@ -119,20 +119,66 @@ def test_a_copy_is_a_snapshot(copier: Callable[[Any], Any]) -> None:
 def test_pickle_round_trip(make: Callable[[], Handle]) -> None:
     handle = make()
     handle.refuse_save = "not now"
-    handle.scratch = []
     other = pickle.loads(pickle.dumps(handle))
     assert type(other) is type(handle)
     assert (tuple(other.shape), other.dtype, other.device) == (tuple(handle.shape), handle.dtype, handle.device)
     assert other.offsets == handle.offsets
     assert all(map(torch.equal, other.tensors, handle.tensors))
     assert other.refuse_save == "not now"
-    # What a load has filled stays in its process, and so do functions.
-    assert other.scratch is None
+    assert not other.was_read
+    # Functions stay in their process.
     if isinstance(handle, BoxHandle):
         assert handle.template.value is not None
         assert (other.box, other.absent) == (handle.box, handle.absent)
         assert other.template.value is None
         assert other.placed.value is None
+
+
+@EVERY_KIND
+def test_what_was_read_is_not_dropped_by_a_pickle_but_refused(make: Callable[[], Handle]) -> None:
+    handle = make()
+    chunks(handle)
+    for one in (handle, copy.deepcopy(handle)):
+        with pytest.raises(
+            ShardoptError, match=r"read into by a load.* Give it to load_state_dict\(\), and pickle the"
+        ):
+            pickle.dumps(one)
+
+
+@pytest.mark.parametrize("away", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), StateDictStager().stage])
+def test_a_lease_is_copied_with_the_answer_of_the_moment(away: Callable[[Any], Any]) -> None:
+    changed = False
+    lease = Lease(lambda: changed)
+    early = away(lease)
+    changed = True
+    late = away(lease)
+    assert (lease.over(), early.over(), late.over()) == (True, False, True)
+    assert (early.value, late.value) == (None, None)
+    assert away(late).over()
+
+
+def test_live_memory_that_has_changed_is_not_pickled() -> None:
+    changed = False
+    handle = bytes_handle()
+    handle.outdated = Lease(lambda: changed)
+    early = pickle.loads(pickle.dumps(handle))
+    staged = copy.deepcopy(handle)
+    changed = True
+    with pytest.raises(ShardoptError, match=r"values of two moments would be mixed"):
+        pickle.dumps(handle)
+    assert early.why_outdated is staged.why_outdated is None
+    # Too late: it goes to another process all the same, where every rank is told.
+    late = pickle.loads(pickle.dumps(copy.deepcopy(handle)))
+    with pytest.raises(ShardoptError, match=r"values of two moments would be mixed"):
+        late.__create_write_items__("x", late)
+
+
+def test_bytes_as_if_they_had_been_read() -> None:
+    for handle in (bytes_handle(), BytesHandle.of(b"")):
+        filled = handle.as_read()
+        assert filled.was_read
+        assert filled.problem() is None
+        assert torch.equal(filled.contents(), handle.contents())
 
 
 @EVERY_KIND
