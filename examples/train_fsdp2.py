@@ -11,7 +11,6 @@ this machine can have one, else on CPUs over gloo.
 from __future__ import annotations
 
 import argparse
-import gc
 import hashlib
 import json
 import os
@@ -228,9 +227,10 @@ def main() -> None:
     options = parse_options()
     device = start(options.device)
     train(options, device, Log(options.events))
+    # While the ranks wait here, gloo's threads let go of the last tensors. Torch aborts a process whose interpreter ends
+    # while one of them still has to.
+    dist.barrier()
     dist.destroy_process_group()
-    # Ends the group with its last reference: gloo threads that outlive the interpreter can abort the process at exit.
-    gc.collect()
 
 
 if __name__ == "__main__":
