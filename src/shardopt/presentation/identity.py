@@ -40,9 +40,9 @@ class Identity:
             raise PresentationError(
                 f"{len(problems)} parameters are not those that the optimizer was wrapped with:\n"
                 + "\n".join(f"  {problem}" for problem in problems)
-                + "\nThe optimizer holds the old ones, and training would go on without effect. "
-                "load_state_dict(assign=True), assigning a Parameter, to_empty() and .to(dtype) do that. Build the "
-                "optimizer and its wrapper afterwards, or load with assign=False."
+                + "\nThe optimizer knows the old ones only: it would update what nothing uses, or with state that does "
+                "not fit. load_state_dict(assign=True), assigning a Parameter, to_empty() and .to(dtype) do that; "
+                "build the optimizer and its wrapper afterwards, or load with assign=False."
             )
 
     def _replaced(self) -> list[str]:
