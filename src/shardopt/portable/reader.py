@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardopt.errors import FormatError, LoadError, ShardoptError
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.export import handle_for
 from shardopt.portable.handles import BytesHandle, Handle
 from shardopt.portable.keys import MANIFEST_KEY, blob_key, state_key
-from shardopt.portable.manifest import ElementwiseEntry
+from shardopt.portable.manifest import ElementwiseEntry, Manifest
 from shardopt.portable.manifest_reader import read_manifest
+from shardopt.portable.storage import Storage, foreign
+from shardopt.portable.torch_format import read_torch_format, torch_roots
 
 __all__ = ["read_checkpoint"]
 
@@ -25,7 +26,8 @@ def read_checkpoint(
     """Reads what the checkpoint has for these parameters into scratch. Not collective; touches no live state.
 
     Args:
-        path: directory written by ``dcp.save``.
+        path: directory written by ``dcp.save``, of a wrapped optimizer or of what torch's ``get_optimizer_state_dict``
+            returned for an unwrapped one.
         tracked: live parameters by FQN.
         prefix: key of the optimizer in the saved dict (``"optim"``); found by itself when there is only one.
 
@@ -33,31 +35,45 @@ def read_checkpoint(
         The portable state, its handles filled, ready to be prepared.
 
     Raises:
-        LoadError: the path cannot be read, holds no optimizer of shardopt or several of them, lacks keys that its
-            manifest names, or has a manifest that is damaged or of an unknown format version.
+        LoadError: the path cannot be read, holds no optimizer or several of them, lacks keys that its manifest names,
+            or has a manifest that is damaged or of an unknown format version.
     """
     try:
         return _read_all(path, tracked, prefix)
     except ShardoptError:
         raise
     except Exception as error:
-        raise LoadError(f"{path}: reading the checkpoint failed: {type(error).__name__}: {error}") from error
+        raise LoadError(
+            f"{path}: reading the checkpoint failed: {type(error).__name__}: {error}{foreign(path)}"
+        ) from error
 
 
 def _read_all(path: str | os.PathLike[str], tracked: Mapping[str, Tracked], prefix: str | None) -> dict[str, Handle]:
-    reader = dcp.FileSystemReader(path)
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    root = _find_prefix(path, metadata, prefix)
-    manifest_handle = BytesHandle.of(b"")
-    _read(reader, metadata, {root + MANIFEST_KEY: manifest_handle})
-    problem = manifest_handle.problem()
+    storage = Storage(path)
+    own = [
+        key.removesuffix(MANIFEST_KEY)
+        for key, entry in storage.entries.items()
+        if (key == MANIFEST_KEY or key.endswith("." + MANIFEST_KEY)) and isinstance(entry, TensorStorageMetadata)
+    ]
+    root = _choose_root(storage, [*own, *(root for root in torch_roots(storage) if root not in own)], prefix)
+    return _read_own(storage, root, tracked) if root in own else read_torch_format(storage, root, tracked)
+
+
+def _read_manifest(storage: Storage, root: str) -> tuple[BytesHandle, Manifest]:
+    handle = BytesHandle.of(b"")
+    storage.read({root + MANIFEST_KEY: handle})
+    problem = handle.problem()
     if problem is not None:
-        raise LoadError(f"{path}: {MANIFEST_KEY}: {problem}")
+        raise LoadError(f"{storage.path}: {MANIFEST_KEY}: {problem}")
     try:
-        manifest = read_manifest(manifest_handle.contents().numpy().tobytes())
+        return handle, read_manifest(handle.contents().numpy().tobytes())
     except FormatError as error:
-        raise LoadError(f"{path}: {error}") from error
+        raise LoadError(f"{storage.path}: {error}") from error
+
+
+def _read_own(storage: Storage, root: str, tracked: Mapping[str, Tracked]) -> dict[str, Handle]:
+    path = storage.path
+    manifest_handle, manifest = _read_manifest(storage, root)
     handles: dict[str, Handle] = {}
     for fqn, parameter in manifest.parameters.items():
         live = tracked.get(fqn)
@@ -68,7 +84,7 @@ def _read_all(path: str | os.PathLike[str], tracked: Mapping[str, Tracked], pref
                 handles[state_key(fqn, name)] = handle_for(live, None)
         if parameter.blob is not None:
             handles[blob_key(fqn)] = BytesHandle.of(b"")
-    saved = metadata.state_dict_metadata
+    saved = storage.entries
     lost = [key for key in handles if root + key not in saved]
     if lost:
         raise LoadError(
@@ -84,37 +100,29 @@ def _read_all(path: str | os.PathLike[str], tracked: Mapping[str, Tracked], pref
             "were not written by shardopt; load another checkpoint.",
             pickled,
         )
-    _read(reader, metadata, {root + key: handle for key, handle in handles.items()})
+    storage.read({root + key: handle for key, handle in handles.items()})
     handles[MANIFEST_KEY] = manifest_handle
     return handles
 
 
-def _read(reader: dcp.FileSystemReader, metadata: Metadata, handles: dict[str, Handle]) -> None:
-    # Without collectives: every rank plans and reads alone, and the caller votes on the outcome.
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-    planner.set_up_planner(dict(handles), metadata, is_coordinator=True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    reader.read_data(planner.finish_plan(plan), planner).wait()
-
-
-def _find_prefix(path: str | os.PathLike[str], metadata: Metadata, prefix: str | None) -> str:
-    keys = metadata.state_dict_metadata
-    ending = "." + MANIFEST_KEY
-    roots = [
-        key.removesuffix(MANIFEST_KEY)
-        for key, entry in keys.items()
-        if (key == MANIFEST_KEY or key.endswith(ending)) and isinstance(entry, TensorStorageMetadata)
-    ]
+def _choose_root(storage: Storage, roots: Sequence[str], prefix: str | None) -> str:
+    """What the keys of the optimizer that is meant begin with."""
+    names = [root.removesuffix(".") for root in roots]
     if prefix is not None:
-        root = prefix + "." if prefix else ""
-        if root in roots:
-            return root
-        raise LoadError(f"{path}: no optimizer of shardopt is saved under {prefix!r}; found {roots or 'none'}.")
+        if prefix in names:
+            return roots[names.index(prefix)]
+        raise LoadError(
+            f"{storage.path}: no optimizer of shardopt is saved under {prefix!r}, nor one in torch's format; found "
+            f"{names or 'none'}."
+        )
     if len(roots) == 1:
         return roots[0]
-    if not roots:
-        raise LoadError(
-            f"{path}: no optimizer of shardopt is saved here (no {MANIFEST_KEY!r} among its {len(keys)} keys). Save "
-            "ShardedStateOptimizer itself in the dict given to dcp.save."
-        )
-    raise LoadError(f"{path}: {len(roots)} optimizers are saved here, under {roots}; pass prefix=.")
+    if roots:
+        raise LoadError(f"{storage.path}: {len(roots)} optimizers are saved here, under {names}; pass prefix=.")
+    keys = storage.entries
+    found = sorted({key.partition(".")[0] for key in keys})
+    raise LoadError(
+        f"{storage.path}: no optimizer of shardopt is saved here (no {MANIFEST_KEY!r} among its {len(keys)} keys), nor "
+        f"one in torch's format (no 'param_groups'). Its keys begin with {', '.join(found[:10]) or 'nothing'}. Save "
+        "ShardedStateOptimizer itself in the dict given to dcp.save."
+    )
