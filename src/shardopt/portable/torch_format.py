@@ -129,6 +129,7 @@ class _Reading:
         self._tracked = tracked
         self._problems: list[str] = []
         self._groups: list[_Group] = []
+        self._model_root: str | None = None
         self._boxes: dict[str, tuple[str, BoxHandle]] = {}  # our key -> the checkpoint's, and where to read it to
         self.parameters: dict[str, _Parameter] = {}
 
@@ -228,6 +229,7 @@ class _Reading:
                 self._problems.append(f"{key}: no parameter of the saved groups has this state. {_INCOMPLETE}")
                 continue
             by_name[owner].state[name[len(owner) + 1 :]] = key
+        self._model_root = self._find_model()
 
     def compare_entries(self) -> None:
         """Notes a parameter that has less state than another of its group, and nothing that the other has not.
@@ -271,9 +273,9 @@ class _Reading:
 
     def _place_odd(self, one: _Parameter, live: Tracked, odd: Mapping[str, tuple[int, ...]]) -> None:
         """Entries of another shape than the parameter's: the model has changed, or they are whole, or shards."""
-        weight = self._weight_shape(one.name)
-        if weight is not None and weight != live.shape:
-            one.shape = weight  # the load will say so
+        weight = self._weight(one.name)
+        if weight is not None and tuple(weight.size) != live.shape:
+            one.shape = tuple(weight.size)  # the load will say so
             return
         sharded = isinstance(live.param, DTensor)
         for entry, shape in odd.items():
@@ -290,14 +292,34 @@ class _Reading:
                 problem += ", and nothing says how such a tensor is sharded"
             self._problems.append(f"{problem}.")
 
-    def _weight_shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of the parameter itself, when the checkpoint has the model too."""
-        for key, entry in self._storage.entries.items():
-            if (key == name or key.endswith("." + name)) and not key.startswith(
-                (self._root + _STATE, self._root + _GROUPS)
-            ):
-                return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+    def _weight(self, name: str) -> TensorStorageMetadata | None:
+        """What the checkpoint says of the parameter itself, when it has the model too."""
+        if self._model_root is None:
+            return None
+        entry = self._storage.entries[self._model_root + name]
+        return entry if isinstance(entry, TensorStorageMetadata) else None
+
+    def _find_model(self) -> str | None:
+        """What the keys of the model begin with: one beginning for the names of all parameters."""
+        names = [one.name for one in self.parameters.values()]
+        longest = max(names, key=len, default="")
+        for key in self._storage.entries:
+            root = key[: len(key) - len(longest)]
+            named = key.endswith(longest) and (not root or root.endswith("."))
+            if named and all(root + name in self._storage.entries for name in names):
+                return root
         return None
+
+    def _dtype(self, one: _Parameter) -> str:
+        """The saved parameter's dtype, as far as the checkpoint tells."""
+        weight = self._weight(one.name)
+        if weight is not None:
+            return dtype_name(weight.properties.dtype)
+        kept = {entry.dtype for entry in one.entries.values() if isinstance(entry, ElementwiseEntry)}
+        live = self._tracked.get(one.fqn)
+        if len(kept) == 1:
+            return kept.pop()
+        return "float32" if live is None else dtype_name(live.param.dtype)
 
     def read_values(self) -> None:
         """Reads the entries that go into the manifest."""
@@ -323,10 +345,9 @@ class _Reading:
         records: dict[str, ParameterRecord] = {}
         for fqn, one in self.parameters.items():
             blob = self._read_whole(one, handles) if one.whole else None
-            live = self._tracked.get(fqn)
             records[fqn] = ParameterRecord(
                 shape=one.shape,
-                dtype="float32" if live is None else dtype_name(live.param.dtype),
+                dtype=self._dtype(one),
                 optimizer=0,
                 group=one.group,
                 aliases=(),

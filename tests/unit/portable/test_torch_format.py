@@ -237,10 +237,6 @@ NESTED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         entry("matrix", "step", (torch.zeros(2), 1)),
         r"matrix: state 'step' is a pickle with tensors in it; nothing says how they are sharded",
     ),
-    "other dtype": (
-        entry("matrix", "exp_avg", torch.zeros(5, 3, dtype=torch.float64)),
-        r"matrix: state 'exp_avg' was saved as float64, this optimizer keeps float32",
-    ),
 }
 
 
@@ -317,6 +313,21 @@ def test_a_model_of_another_shape_is_told_from_a_shard(tmp_path: Path) -> None:
     train(plain, model, range(1))
     dcp.save({"model": model, "optim": saved_state(plain, model, flat=False)}, checkpoint_id=tmp_path)
     refused(tmp_path, r"matrix: saved with shape \(4, 3\), this model has \(5, 3\)")
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "warm"])
+def test_state_of_another_parameter_dtype_is_not_converted_in_silence_T8(
+    steps: int, with_model: bool, tmp_path: Path
+) -> None:
+    plain, model = trained()
+    saved = {"optim": saved_state(plain, model, flat=False)}
+    dcp.save({**saved, "model": model} if with_model else saved, checkpoint_id=tmp_path)
+    narrow = Awkward().bfloat16()
+    optimizer = ShardedStateOptimizer(torch.optim.AdamW(two_groups(narrow)), narrow)
+    train(optimizer, narrow, range(steps))
+    with pytest.raises(LoadError, match="matrix: state 'exp_avg' was saved as float32, this optimizer keeps bfloat16"):
+        optimizer.prepare_load(tmp_path)
 
 
 def test_a_sharded_parameter_takes_no_whole_state(mesh: DeviceMesh, tmp_path: Path) -> None:
@@ -408,6 +419,4 @@ def test_sharded_tensors_of_old_are_read_like_any_other_J6(mesh: DeviceMesh, tmp
 def test_a_flat_parameter_of_old_is_refused_by_name_J6(tmp_path: Path) -> None:
     saved = {"state": {"_flat_param": {"exp_avg": torch.zeros(9)}}, "param_groups": [{"params": ["_flat_param"]}]}
     dcp.save({"optim": saved}, checkpoint_id=tmp_path)
-    refused(
-        tmp_path, r"matrix: this optimizer updates it, the checkpoint does not have it(.|\n)*_flat_param: the check"
-    )
+    refused(tmp_path, r"nothing in the checkpoint belongs to this optimizer: it has 1 parameter \(_flat_param\)")
