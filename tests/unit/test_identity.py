@@ -326,3 +326,26 @@ def test_B14_a_dtensor_of_state_is_on_its_parameters_device() -> None:
     local = torch.ones(4, 2)
     placed = tracked.as_param(local)
     assert local_shard(placed).data_ptr() == local.data_ptr()
+
+
+@pytest.mark.parametrize("flag", ["foreach", "fused"])
+def test_K7_kinds_that_cannot_step_together_are_refused_when_the_wrapper_is_made(mesh: DeviceMesh, flag: str) -> None:
+    model: Any = layers()
+    fully_shard(model, mesh=mesh, ignored_params={model[0].bias})
+    sharded, plain, other = model.parameters()
+    mixed = torch.optim.AdamW([{"params": [sharded, plain]}, {"params": [other]}], **{flag: True})
+    sentence = rf"^group 0 has 1 DTensors and 1 plain tensors \(0\.bias\), which {flag}=True puts into one call"
+    with pytest.raises(PresentationError, match=sentence):
+        ShardedStateOptimizer(mixed, model, compute="dtensor")
+    apart = torch.optim.AdamW([{"params": [sharded, other]}, {"params": [plain]}], **{flag: True})
+    together = torch.optim.AdamW(model.parameters())
+    for inner, compute in ((mixed, "local"), (apart, "dtensor"), (together, "dtensor")):
+        optimizer = ShardedStateOptimizer(inner, model, compute=compute)
+        train(optimizer, model)
+        # Loads, too: the kinds are those of this run, whatever the checkpoint's were.
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(optimizer, model)
+    first = ShardedStateOptimizer(torch.optim.AdamW([other], **{flag: True}), model, compute="dtensor")
+    with pytest.raises(PresentationError, match=r"^group 1 has 1 DTensors and 1 plain tensors"):
+        first.add_param_group({"params": [sharded, plain]})
+    assert len(first.param_groups) == 1

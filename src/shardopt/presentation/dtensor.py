@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardopt.errors import PresentationError
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.presentation import Presentation, Ready
 from shardopt.torch_compat import gradients_of, shard_in_place
@@ -28,7 +29,30 @@ class DTensorPresentation(Presentation):
         self._shards: list[Tensor] = []
 
     def check_new(self, tracked: Sequence[Tracked]) -> None:
-        """Nothing to check: the state is shown as it is."""
+        """Checks that no group mixes DTensors and plain tensors that torch would put into one call.
+
+        Raises:
+            PresentationError: a group does, and the step would fail; every group is listed.
+        """
+        problems: list[str] = []
+        for index in dict.fromkeys(item.group for item in tracked):
+            members = [item for item in tracked if item.group == index]
+            plain = [item.fqn for item in members if not isinstance(item.param, DTensor)]
+            flags = [flag for flag in ("foreach", "fused") if self._options_of(members[0]).get(flag)]
+            if flags and 0 < len(plain) < len(members):
+                problems.append(
+                    f"group {index} has {len(members) - len(plain)} DTensors and {len(plain)} plain tensors "
+                    f"({', '.join(plain[:5])}{', ...' * (len(plain) > 5)}), which {flags[0]}=True puts into one call, "
+                    "and torch refuses that. Give the plain ones a group of their own, leave the flag out, or use "
+                    "compute='local'."
+                )
+        if problems:
+            raise PresentationError("\n".join(problems))
+
+    def _options_of(self, item: Tracked) -> dict[str, Any]:
+        """The group's own; the optimizer's defaults for a group that is still to be added."""
+        groups = (group for group in self.inner.param_groups if any(p is item.param for p in group["params"]))
+        return next(groups, self.inner.defaults)
 
     def register(self, tracked: Sequence[Tracked]) -> None:
         """Notes the shards, to tell when one is replaced."""
