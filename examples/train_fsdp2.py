@@ -227,8 +227,8 @@ def main() -> None:
     options = parse_options()
     device = start(options.device)
     train(options, device, Log(options.events))
-    # While the ranks wait here, gloo's threads let go of the last tensors. Torch aborts a process whose interpreter ends
-    # while one of them still has to.
+    # While the ranks wait here, gloo's threads let go of their last tensors. Torch aborts a process whose interpreter
+    # ends while one of them still has to.
     dist.barrier()
     dist.destroy_process_group()
 

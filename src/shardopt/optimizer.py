@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from shardopt.errors import PresentationError, RankFailureError
-from shardopt.layouts.infer import Elementwise, infer
 from shardopt.layouts.tracked import Tracked
-from shardopt.portable.export import export
+from shardopt.portable.export import export, live_tensors
 from shardopt.portable.handles import Lease
-from shardopt.portable.keys import MANIFEST_KEY, state_key
+from shardopt.portable.keys import MANIFEST_KEY
 from shardopt.portable.reader import read_checkpoint
-from shardopt.presentation.assembly import join, make_part, track_all, track_group
+from shardopt.presentation.assembly import checked, explain, join, make_part, track_all, track_group
 from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.joined_state import JoinedState
 from shardopt.presentation.presentation import Ready, amp_scale, drop_amp_scale
 from shardopt.staging.fingerprint import Fingerprint
+from shardopt.staging.options import LoadOptions
 from shardopt.staging.poison import Poison, fingerprint
 from shardopt.staging.prepare import Plan, prepare
 from shardopt.staging.prepared import PreparedLoad, agree
@@ -98,7 +98,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         self._prepared = 0
         self._poison = Poison()
         self._stray_logged: set[str] = set()
-        parts = [make_part(inner, compute) for inner in _checked(inners)]
+        parts = [make_part(inner, compute) for inner in checked(inners, ShardedStateOptimizer)]
         tracked = track_all(inners, self._models)
         self._scope = join(tracked, vote_timeout)
         self._inventory = Inventory(parts, self._scope.size, self._models)
@@ -230,8 +230,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             verdict = error
         # dcp.load calls state_dict() too, and a good load is the way out of half-written state: only saving is refused.
         refusal = self._poison.refusal(verdict)
-        if exported is None:
-            raise AssertionError("an export that did not fail has handles")
+        assert exported is not None  # an export that did not fail has handles
         for note in exported.notes:
             if note not in self._stray_logged:
                 self._stray_logged.add(note)
@@ -263,7 +262,15 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
 
     @without_dynamo
     def prepare_load(
-        self, state_dict: Mapping[str, Any] | str | os.PathLike[str], *, prefix: str | None = None
+        self,
+        state_dict: Mapping[str, Any] | str | os.PathLike[str],
+        *,
+        prefix: str | None = None,
+        strict: bool = True,
+        fresh: Sequence[str] = (),
+        hyperparameters: str | Mapping[str, Any] = "checkpoint",
+        dtype: str = "same",
+        finite: str = "error",
     ) -> PreparedLoad:
         """Collective. Checks a load on every rank and changes nothing.
 
@@ -271,6 +278,13 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             state_dict: what ``state_dict()`` returned and DCP filled, or the directory of a checkpoint.
             prefix: with a directory, the key under which the optimizer was saved; needed only when it
                 holds several.
+            strict: False takes what both sides have; what only one side has is in the report. It relaxes
+                names and nothing else, and a load that matches nothing is an error all the same.
+            fresh: patterns of FQNs (``"head.*"``) whose parameters start anew, whatever the checkpoint has.
+            hyperparameters: ``"checkpoint"``; ``"keep"`` for the live values of all groups; or a dict of
+                values that take the place of the saved ones in every group, ``{"lr": 1e-4}``.
+            dtype: ``"same"``, or ``"live"`` to convert floating-point state to what this optimizer keeps.
+            finite: ``"error"`` refuses infinities and NaNs in state, ``"report"`` notes them.
 
         Returns:
             The prepared load, with its report; ``commit()`` puts it in place.
@@ -278,20 +292,34 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         Raises:
             LoadError: the state does not fit; every problem is listed.
             RankFailureError: that is so on another rank.
+            ValueError, TypeError: an option is unknown.
         """
-        if isinstance(state_dict, Mapping):
-            return self._prepare(lambda: state_dict)
-        return self._prepare(lambda: read_checkpoint(state_dict, self._inventory.by_fqn, prefix=prefix))
 
-    def _prepare(self, source: Callable[[], Mapping[str, Any]]) -> PreparedLoad:
+        def source() -> Mapping[str, Any]:
+            if isinstance(state_dict, Mapping):
+                return state_dict
+            return read_checkpoint(state_dict, self._inventory.by_fqn, prefix=prefix)
+
+        return self._prepare(
+            source,
+            lambda: LoadOptions.of(
+                strict=strict, fresh=fresh, hyperparameters=hyperparameters, dtype=dtype, finite=finite
+            ),
+        )
+
+    def _prepare(
+        self, source: Callable[[], Mapping[str, Any]], make_options: Callable[[], LoadOptions] = LoadOptions
+    ) -> PreparedLoad:
         plan: Plan | None = None
+        options: LoadOptions | None = None
         failure: BaseException | None = None
         try:
-            plan = prepare(self._inventory, source())
+            options = make_options()
+            plan = prepare(self._inventory, source(), options)
         except BaseException as error:
             failure = error
         voting = self._consensus != "off"
-        plan = agree(self._scope, plan, failure, voting=voting)
+        plan = agree(self._scope, plan, failure, options=options, voting=voting)
         self._prepared += 1
         if plan.lender is not None and getattr(plan.lender.outdated.value, "func", None) == self._changed_since:
             plan.report.notes.append(_NOTHING_READ)
@@ -335,27 +363,11 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
 
         Not collective; nothing is copied. Writing to a value writes to the optimizer's state.
         """
-        result: dict[str, Tensor] = {}
-        groups = self._inventory.groups()
-        for tracked in self._inventory.tracked:
-            known = self._inventory.known_entries(tracked, groups[tracked.group]) or ()
-            for entry, value in (self._inventory.state_of(tracked) or {}).items():
-                layout = infer(tracked, entry, value, elementwise=entry in known and isinstance(value, Tensor))
-                if isinstance(layout, Elementwise):
-                    result[state_key(tracked.fqn, entry)] = tracked.as_param(layout.local)
-        return result
+        return live_tensors(self._inventory)
 
     def explain(self) -> str:
         """Which presentation each wrapped optimizer steps in, and why. Not collective, no effects."""
-        lines = [
-            f"{type(part.inner).__name__}: compute={part.choice.compute!r} because {part.choice.reason}"
-            for part in self._inventory.parts
-        ]
-        ranks = self._scope.ranks
-        scope = f"ranks {list(ranks)}" if len(ranks) > 1 else "one rank"
-        return "\n".join(
-            [*lines, f"{len(self._inventory.tracked)} parameters over {scope}; consensus={self._consensus!r}"]
-        )
+        return explain(self._inventory, self._scope, self._consensus)
 
     def __repr__(self) -> str:
         inners = ", ".join(repr(inner) for inner in self.optimizers)
@@ -385,14 +397,3 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         self._poison.reason = None
         if failure is not None:
             self._poison.set("load", failure)
-
-
-def _checked(inners: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    if not inners:
-        raise ValueError("no optimizer was given")
-    for inner in inners:
-        if isinstance(inner, ShardedStateOptimizer):
-            raise TypeError("the optimizer is wrapped already; wrap it once.")
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise TypeError(f"expected a torch.optim.Optimizer, got {type(inner).__name__}.")
-    return inners

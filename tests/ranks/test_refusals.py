@@ -203,11 +203,11 @@ CASES: dict[str, Case] = {
     ),
     "wrong dtype": Case(
         changed(STATE, lambda one: one.double()),
-        *both(SOME, r"up.weight: state 'exp_avg' was saved as float64, this optimizer keeps float32"),
+        *both(SOME, r"up.weight: state 'exp_avg' is stored as float64, and the manifest says float32"),
     ),
     "wrong dtype in manifest": Case(
         manifest(lambda tree: set_in(tree, "bfloat16", "parameters", "up.weight", "entries", "exp_avg", "dtype")),
-        *both(EVERY, r"up.weight: state 'exp_avg' was saved as bfloat16, this optimizer keeps float32"),
+        *both(SOME, r"up.weight: state 'exp_avg' is stored as float32, and the manifest says bfloat16"),
     ),
     "narrow model": Case(
         copied("bfloat16"),
@@ -222,7 +222,7 @@ CASES: dict[str, Case] = {
         manifest(lambda tree: set_in(tree, "torch.optim.adam.Adam", "optimizers", 0, "class")),
         *both(
             EVERY,
-            r"\(scale, kernel, up.weight, \.\.\.\) were saved by torch.optim.adam.Adam; this optimizer is torch.*W",
+            r"\(scale, kernel, up.weight, .*\) were saved by torch.optim.adam.Adam; this optimizer is torch.*W",
         ),
     ),
     "amsgrad not wanted": Case(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["ClassSpec", "is_whole_matrix", "spec_of"]
 
@@ -20,11 +21,17 @@ class ClassSpec:
     Attributes:
         entries: element-wise entries (shape of the parameter) that a group's options make it keep, in
             the order the class makes them. Scalars are not listed: they are kept in the manifest.
+        optional: element-wise entries that the class keeps under some options; state of them may be left from before
+            an option was changed.
+        initial: makes the state a new optimizer has before its first step, of a group's options and this rank's shard;
+            None when that is none.
         scalars_on_parameter_device: whether 0-d entries live beside the parameter always, and not only
             under ``fused`` or ``capturable``.
     """
 
     entries: Callable[[Group], tuple[str, ...]]
+    optional: tuple[str, ...] = ()
+    initial: Callable[[Group, Tensor], dict[str, Any]] | None = None
     scalars_on_parameter_device: bool = False
 
 
@@ -46,19 +53,33 @@ def _rmsprop(group: Group) -> tuple[str, ...]:
     return ("square_avg", *momentum, *centered)
 
 
+def _initial_adagrad(group: Group, shard: Tensor) -> dict[str, Any]:
+    # As Adagrad.__init__ makes it: the counter beside the parameter only for the fused kernel.
+    start = group["initial_accumulator_value"]
+    filled = complex(start, start) if shard.is_complex() else start
+    # A float counter of torch's default floating dtype, float32 for the fused kernel.
+    wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
+    return {
+        "step": torch.zeros(
+            (), dtype=torch.float64 if wide else torch.float32, device=shard.device if group["fused"] else "cpu"
+        ),
+        "sum": torch.full_like(shard.detach(), filled, memory_format=torch.preserve_format),
+    }
+
+
 # Exact classes: a subclass may override the rule, so it is not assumed to be element-wise.
 _ELEMENTWISE: dict[type[torch.optim.Optimizer], ClassSpec] = {
     torch.optim.Adadelta: ClassSpec(entries=_always("square_avg", "acc_delta")),
-    torch.optim.Adagrad: ClassSpec(entries=_always("sum")),
-    torch.optim.Adam: ClassSpec(entries=_adam),
-    torch.optim.AdamW: ClassSpec(entries=_adam),
+    torch.optim.Adagrad: ClassSpec(entries=_always("sum"), initial=_initial_adagrad),
+    torch.optim.Adam: ClassSpec(entries=_adam, optional=("max_exp_avg_sq",)),
+    torch.optim.AdamW: ClassSpec(entries=_adam, optional=("max_exp_avg_sq",)),
     torch.optim.Adamax: ClassSpec(entries=_always("exp_avg", "exp_inf")),
     torch.optim.ASGD: ClassSpec(entries=_always("ax"), scalars_on_parameter_device=True),
     torch.optim.NAdam: ClassSpec(entries=_always("exp_avg", "exp_avg_sq")),
     torch.optim.RAdam: ClassSpec(entries=_always("exp_avg", "exp_avg_sq")),
-    torch.optim.RMSprop: ClassSpec(entries=_rmsprop),
+    torch.optim.RMSprop: ClassSpec(entries=_rmsprop, optional=("momentum_buffer", "grad_avg")),
     torch.optim.Rprop: ClassSpec(entries=_always("prev", "step_size")),
-    torch.optim.SGD: ClassSpec(entries=_sgd),
+    torch.optim.SGD: ClassSpec(entries=_sgd, optional=("momentum_buffer",)),
 }
 
 _WHOLE_MATRIX: tuple[type[torch.optim.Optimizer], ...] = (

@@ -33,7 +33,7 @@ from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.presentation import qualified_name
 from shardopt.version import __version__
 
-__all__ = ["Export", "export", "handle_for"]
+__all__ = ["Export", "export", "handle_for", "live_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,22 @@ def export(inventory: Inventory) -> Export:
     return Export(handles, digest.digest(), notes)
 
 
+def live_tensors(inventory: Inventory) -> dict[str, Tensor]:
+    """Element-wise state over live memory, by key: DTensors, or plain tensors for plain parameters."""
+    result: dict[str, Tensor] = {}
+    groups = inventory.groups()
+    for tracked in inventory.tracked:
+        shaped = {
+            *(inventory.known_entries(tracked, groups[tracked.group]) or ()),
+            *inventory.optional_entries(tracked),
+        }
+        for entry, value in (inventory.state_of(tracked) or {}).items():
+            layout = infer(tracked, entry, value, elementwise=entry in shaped and isinstance(value, Tensor))
+            if isinstance(layout, Elementwise):
+                result[state_key(tracked.fqn, entry)] = tracked.as_param(layout.local)
+    return result
+
+
 def _export_groups(inventory: Inventory, groups: list[dict[str, Any]]) -> list[GroupRecord]:
     members: list[list[str]] = [[] for _ in groups]
     owner = [index for index, part in enumerate(inventory.parts) for _ in part.inner.param_groups]
@@ -122,12 +138,13 @@ def _export_parameter(
     entries: dict[str, Entry] = {}
     whole: dict[str, Any] = {}
     boxes: dict[str, Tensor | None] = dict.fromkeys(known or ())
+    shaped = {*boxes, *inventory.optional_entries(tracked)}
     for name, value in (inventory.state_of(tracked) or {}).items():
         if not isinstance(name, str):
             raise PlacementError(
                 f"{tracked.fqn}: state key {name!r} is a {type(name).__name__}; only strings are saved."
             )
-        layout = infer(tracked, name, value, elementwise=name in boxes and isinstance(value, Tensor))
+        layout = infer(tracked, name, value, elementwise=isinstance(value, Tensor) and name in shaped)
         if isinstance(layout, Elementwise):
             boxes[name] = layout.local
             entries[name] = ElementwiseEntry(dtype_name(layout.local.dtype))

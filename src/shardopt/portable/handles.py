@@ -293,7 +293,7 @@ class BoxHandle(Handle):
         shape, like = self.template.value
         if self.saved_size is not None and self.saved_size != shape:
             return []
-        return [Scratch(self.box, like.dtype, lambda: torch.empty_like(like))]
+        return [Scratch(self.box, like.dtype, lambda dtype: torch.empty_like(like, dtype=dtype), any_dtype=True)]
 
     def full_tensor(self) -> Tensor:
         """Collective. The whole entry on every rank of the parameter's mesh."""
@@ -338,7 +338,7 @@ class BytesHandle(Handle):
             return []
         total_bytes = self.saved_size[0]
         box = Box((0,), (total_bytes,))
-        return [Scratch(box, torch.uint8, lambda: torch.empty(total_bytes, dtype=torch.uint8))]
+        return [Scratch(box, torch.uint8, lambda dtype: torch.empty(total_bytes, dtype=dtype))]
 
     def problem(self) -> str | None:
         """Why a load did not bring all of its bytes, in words; None when they are there to be used."""

@@ -14,6 +14,7 @@ from shardopt.portable.handles import BytesHandle, Handle
 from shardopt.portable.keys import MANIFEST_KEY, blob_key, state_key
 from shardopt.portable.manifest import ElementwiseEntry, Manifest
 from shardopt.portable.manifest_reader import read_manifest
+from shardopt.portable.matching import match_names
 from shardopt.portable.storage import Storage, foreign
 from shardopt.portable.torch_format import read_torch_format, torch_roots
 
@@ -55,7 +56,9 @@ def _read_all(path: str | os.PathLike[str], tracked: Mapping[str, Tracked], pref
         for key, entry in storage.entries.items()
         if (key == MANIFEST_KEY or key.endswith("." + MANIFEST_KEY)) and isinstance(entry, TensorStorageMetadata)
     ]
-    root = _choose_root(storage, [*own, *(root for root in torch_roots(storage) if root not in own)], prefix)
+    # Below an own root they are parameters' names.
+    others = [root for root in torch_roots(storage) if not any(root.startswith(one) for one in own)]
+    root = _choose_root(storage, [*own, *others], prefix)
     return _read_own(storage, root, tracked) if root in own else read_torch_format(storage, root, tracked)
 
 
@@ -75,17 +78,18 @@ def _read_own(storage: Storage, root: str, tracked: Mapping[str, Tracked]) -> di
     path = storage.path
     manifest_handle, manifest = _read_manifest(storage, root)
     handles: dict[str, Handle] = {}
-    for fqn, parameter in manifest.parameters.items():
-        live = tracked.get(fqn)
-        if live is None:
-            continue
+    stored_as: dict[str, str] = {}
+    for fqn, saved_fqn in match_names(tracked, manifest).saved_as.items():
+        parameter = manifest.parameters[saved_fqn]
         for name, entry in parameter.entries.items():
             if isinstance(entry, ElementwiseEntry):
-                handles[state_key(fqn, name)] = handle_for(live, None)
+                handles[state_key(fqn, name)] = handle_for(tracked[fqn], None)
+                stored_as[state_key(fqn, name)] = state_key(saved_fqn, name)
         if parameter.blob is not None:
             handles[blob_key(fqn)] = BytesHandle.of(b"")
+            stored_as[blob_key(fqn)] = blob_key(saved_fqn)
     saved = storage.entries
-    lost = [key for key in handles if root + key not in saved]
+    lost = [key for key in stored_as.values() if root + key not in saved]
     if lost:
         raise LoadError(
             f"{path}: the manifest names {len(lost)} entries that the checkpoint does not have: "
@@ -93,14 +97,20 @@ def _read_own(storage: Storage, root: str, tracked: Mapping[str, Tracked]) -> di
             lost,
         )
     # Never read: DCP would unpickle them.
-    pickled = [key for key in handles if not isinstance(saved[root + key], TensorStorageMetadata)]
+    pickled = [key for key in stored_as.values() if not isinstance(saved[root + key], TensorStorageMetadata)]
     if pickled:
         raise LoadError(
             f"{path}: {len(pickled)} entries are not stored as tensors but pickled: {', '.join(pickled[:20])}. They "
             "were not written by shardopt; load another checkpoint.",
             pickled,
         )
-    storage.read({root + key: handle for key, handle in handles.items()})
+    # Parameters that were tied when they were saved want the same entries, and one read fills each once.
+    rest = dict(stored_as)
+    while rest:
+        once = {saved_key: key for key, saved_key in reversed(rest.items())}
+        storage.read({root + saved_key: handles[key] for saved_key, key in once.items()})
+        for key in once.values():
+            del rest[key]
     handles[MANIFEST_KEY] = manifest_handle
     return handles
 

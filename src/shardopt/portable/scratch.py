@@ -18,6 +18,7 @@ class Scratch:
     DCP narrows it and copies into it as if it were a tensor; each copy is checked and recorded.
 
     Attributes:
+        dtype: of its elements: as wanted, or, where any dtype will do, as the first piece that arrived.
         wrong_dtype: another dtype that arrived, None as long as all was well.
         delivered: the boxes that have arrived, in global coordinates.
         taken_over: whether an optimizer has made the memory its own, so that no other may.
@@ -27,20 +28,25 @@ class Scratch:
     aligned block into the gap that an equal one has left: the heap grew to twice what was loaded.
     """
 
-    def __init__(self, box: Box, dtype: torch.dtype, allocate: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, box: Box, dtype: torch.dtype, allocate: Callable[[torch.dtype], Tensor], *, any_dtype: bool = False
+    ) -> None:
         """Makes an empty record.
 
         Args:
             box: the elements this scratch stands for, in global coordinates.
-            dtype: what they must be saved as.
-            allocate: makes a tensor of ``box.size`` and ``dtype``, uninitialised.
+            dtype: what they are expected to be saved as.
+            allocate: makes a tensor of ``box.size`` and of the given dtype, uninitialised.
+            any_dtype: whether another dtype is taken too, if all pieces have it.
         """
         self.box = box
         self.dtype = dtype
         self.wrong_dtype: torch.dtype | None = None
         self.delivered: list[Box] = []
         self.taken_over = False
-        self._tensor = allocate()
+        self._allocate = allocate
+        self._any_dtype = any_dtype
+        self._tensor = allocate(dtype)
 
     def missing(self) -> Box | None:
         """The first box of elements that never arrived, or None."""
@@ -50,12 +56,20 @@ class Scratch:
         """The loaded elements, shape ``box.size``; call it only when nothing is missing."""
         return self._tensor
 
+    def convert(self, dtype: torch.dtype) -> None:
+        """Turns the loaded elements into another dtype."""
+        self._tensor = self._tensor.to(dtype)
+        self.dtype = dtype
+
     def target(self) -> _Target:
         """What DCP is given to copy into."""
         return _Target(self, (0,) * len(self.box.size), self.box.size)
 
     def receive(self, offset: tuple[int, ...], size: tuple[int, ...], source: Tensor) -> None:
         """Copies ``source`` to ``offset`` within the box, unless its dtype is not the expected one."""
+        if source.dtype != self.dtype and self._any_dtype and not self.delivered:
+            self.dtype = source.dtype
+            self._tensor = self._allocate(source.dtype)
         if source.dtype != self.dtype:
             self.wrong_dtype = source.dtype
         else:

@@ -19,9 +19,26 @@ from shardopt.presentation.presentation import choose
 from shardopt.scope import Scope, ranks_of
 from shardopt.torch_compat import fsdp_offloaded
 
-__all__ = ["join", "make_part", "track_all", "track_group"]
+__all__ = ["checked", "explain", "join", "make_part", "track_all", "track_group"]
 
 _PRESENTATIONS = {"local": LocalPresentation, "dtensor": DTensorPresentation}
+
+
+def checked(inners: list[torch.optim.Optimizer], wrapper: type) -> list[torch.optim.Optimizer]:
+    """The optimizers, if they can be wrapped.
+
+    Raises:
+        TypeError: something is no optimizer, or a ``wrapper`` already.
+        ValueError: there is none.
+    """
+    if not inners:
+        raise ValueError("no optimizer was given")
+    for inner in inners:
+        if isinstance(inner, wrapper):
+            raise TypeError("the optimizer is wrapped already; wrap it once.")
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise TypeError(f"expected a torch.optim.Optimizer, got {type(inner).__name__}.")
+    return inners
 
 
 def make_part(inner: torch.optim.Optimizer, compute: str) -> Part:
@@ -107,3 +124,13 @@ def track_group(
     inventory.refuse_twice(tracked)
     inventory.parts[0].presentation.check_new(tracked)
     return tracked
+
+
+def explain(inventory: Inventory, scope: Scope, consensus: str) -> str:
+    """Which presentation each wrapped optimizer steps in, and why."""
+    lines = [
+        f"{type(part.inner).__name__}: compute={part.choice.compute!r} because {part.choice.reason}"
+        for part in inventory.parts
+    ]
+    where = f"ranks {list(scope.ranks)}" if scope.size > 1 else "one rank"
+    return "\n".join([*lines, f"{len(inventory.tracked)} parameters over {where}; consensus={consensus!r}"])

@@ -110,6 +110,16 @@ class Inventory:
         spec = spec_of(self.part_of(tracked).inner)
         return None if spec is None else spec.entries(group)
 
+    def optional_entries(self, tracked: Tracked) -> tuple[str, ...]:
+        """Element-wise entries that may be left from before an option of the group was changed."""
+        spec = spec_of(self.part_of(tracked).inner)
+        return () if spec is None else spec.optional
+
+    def initial_state(self, tracked: Tracked, group: dict[str, Any]) -> dict[str, Any]:
+        """The state that a new optimizer has for the parameter before its first step, made anew; often none."""
+        spec = spec_of(self.part_of(tracked).inner)
+        return {} if spec is None or spec.initial is None else spec.initial(group, tracked.local)
+
     def scalar_device(self, tracked: Tracked, group: dict[str, Any], entry: str) -> torch.device:
         """Where the optimizer keeps a new 0-d entry: torch hosts step counters unless its kernel needs them."""
         spec = spec_of(self.part_of(tracked).inner)

@@ -43,18 +43,28 @@ class GroupPlan:
 
 
 def plan_groups(
-    live: Sequence[tuple[dict[str, Any], Sequence[str]]], saved: Sequence[SavedGroup], report: Report
+    live: Sequence[tuple[dict[str, Any], Sequence[str]]],
+    saved: Sequence[SavedGroup],
+    report: Report,
+    *,
+    hyperparameters: str | Mapping[str, Any] = "checkpoint",
 ) -> list[GroupPlan]:
     """Plans the values of every live group from the saved groups its members were in.
 
     Args:
-        live: each group's own dict with its members' FQNs.
+        live: each group's own dict with its members' FQNs, as the checkpoint names them.
         saved: the checkpoint's groups.
         report: gets a problem for each key on which members of one live group disagree.
+        hyperparameters: ``"checkpoint"``, ``"keep"`` for the live values, or values that replace the saved ones.
     """
+    if hyperparameters == "keep":
+        report.notes.append("hyperparameters='keep': every group keeps its live values.")
+        return [GroupPlan(group) for group, _ in live]
+    given = hyperparameters if isinstance(hyperparameters, Mapping) else {}
     group_of = {fqn: group for group in saved for fqn in group.members}
     plans: list[GroupPlan] = []
     for index, (group, members) in enumerate(live):
+        label = f"group {index}"
         sources: dict[int, tuple[str, SavedGroup]] = {}
         for fqn in members:
             if fqn in group_of:
@@ -62,7 +72,15 @@ def plan_groups(
         plan = GroupPlan(group)
         plans.append(plan)
         if sources:
-            _plan_values(f"group {index}", plan, list(sources.values()), report)
+            _plan_values(label, plan, list(sources.values()), given, report)
+        else:
+            report.notes.append(f"{label}: none of its parameters is in the checkpoint; it keeps its live values.")
+        for key in given:
+            if key in group:
+                _plan_value(label, plan, key, given[key], report)
+    unknown = sorted(key for key in given if not any(key in group for group, _ in live))
+    if unknown:
+        report.problems.append(f"hyperparameters={unknown}: no parameter group of this optimizer has such a key.")
     _refuse_shared(plans, report)
     return plans
 
@@ -81,9 +99,11 @@ def _refuse_shared(plans: Sequence[GroupPlan], report: Report) -> None:
                 )
 
 
-def _plan_values(label: str, plan: GroupPlan, sources: list[tuple[str, SavedGroup]], report: Report) -> None:
+def _plan_values(
+    label: str, plan: GroupPlan, sources: list[tuple[str, SavedGroup]], given: Mapping[str, Any], report: Report
+) -> None:
     first_fqn, first = sources[0]
-    skipped = _IMPLEMENTATION_KEYS | _STRUCTURE_KEYS
+    skipped = _IMPLEMENTATION_KEYS | _STRUCTURE_KEYS | given.keys()
     keys = [*dict.fromkeys(key for _, group in sources for key in group.values)]
     for key in (key for key in keys if key not in skipped):
         conflict = [
@@ -93,7 +113,8 @@ def _plan_values(label: str, plan: GroupPlan, sources: list[tuple[str, SavedGrou
             other_fqn, other = conflict[0]
             report.problems.append(
                 f"{label}: its parameters were saved with different {key!r}: {first_fqn} with "
-                f"{first.values.get(key)!r}, {other_fqn} with {other!r}. Group them as they were saved."
+                f"{first.values.get(key)!r}, {other_fqn} with {other!r}. Group them as they were saved, or give the "
+                f"value: hyperparameters={{{key!r}: ...}}."
             )
             continue
         _plan_value(label, plan, key, first.values[key], report)
@@ -122,8 +143,25 @@ def _plan_value(label: str, plan: GroupPlan, key: str, saved: Any, report: Repor
     elif isinstance(saved, Tensor) and key in plan.group and isinstance(live, (int, float)) and saved.numel() == 1:
         plan.assign[key] = saved.item()
         report.notes.append(f"{label}: {key!r} was saved as a tensor and stays a {type(live).__name__}.")
+    elif isinstance(live, (tuple, list)) and type(live) is type(saved) and len(live) == len(saved):
+        plan.assign[key] = _plan_items(plan, live, saved)
     else:
         plan.assign[key] = saved
+
+
+def _plan_items(plan: GroupPlan, live: Sequence[Any], saved: Any) -> Any:
+    """``saved``, a tuple or list like ``live``, with the live tensors in it (``betas``) kept, to be filled."""
+    kept = [
+        one if isinstance(one, Tensor) and isinstance(two, Tensor) and _alike(one, two) else two
+        for one, two in zip(live, saved, strict=True)
+    ]
+    plan.fill += [(one, two) for one, two in zip(kept, saved, strict=True) if one is not two]
+    # A namedtuple's class takes its items one by one.
+    return saved if all(one is two for one, two in zip(kept, saved, strict=True)) else type(saved)(kept)
+
+
+def _alike(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and left.dtype == right.dtype
 
 
 def _as_tensor(saved: Any, live: Tensor) -> Tensor | None:

@@ -15,16 +15,18 @@ from shardopt.layouts.tracked import Tracked
 from shardopt.portable.encode import decode
 from shardopt.portable.handles import BoxHandle, BytesHandle
 from shardopt.portable.keys import blob_key, state_key
-from shardopt.portable.manifest import ElementwiseEntry, Manifest, ValueEntry, WholeEntry
+from shardopt.portable.manifest import ElementwiseEntry, Manifest, ParameterRecord, ValueEntry, WholeEntry
 from shardopt.portable.packing import unpack
 from shardopt.portable.scratch import Scratch
 from shardopt.portable.tagged import Json
-from shardopt.portable.tensor_bytes import dtype_name
+from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
 from shardopt.presentation.inventory import Inventory
+from shardopt.staging.finite import find_non_finite
+from shardopt.staging.options import LoadOptions
 from shardopt.staging.report import Report
 from shardopt.torch_compat import local_shard
 
-__all__ = ["TAKEN_OVER", "ParameterPlan", "Source", "plan_parameter"]
+__all__ = ["TAKEN_OVER", "ParameterPlan", "Source", "bytes_of", "plan_fresh", "plan_parameter"]
 
 TAKEN_OVER = "what was read of it has been taken over by an earlier load and may have changed; read it again."
 
@@ -37,11 +39,19 @@ class Source:
         manifest: the checkpoint's manifest.
         handles: the portable state's values by key.
         from_storage: whether a reader filled the handles; otherwise they lend another optimizer's live memory.
+        saved_as: live FQN -> the parameter's FQN in the checkpoint.
+        options: what the load may do.
     """
 
     manifest: Manifest
     handles: Mapping[str, Any]
     from_storage: bool
+    saved_as: Mapping[str, str]
+    options: LoadOptions
+
+    def record(self, tracked: Tracked) -> ParameterRecord:
+        """What the checkpoint says of a live parameter."""
+        return self.manifest.parameters[self.saved_as[tracked.fqn]]
 
 
 @dataclass(slots=True)
@@ -84,10 +94,13 @@ class ParameterPlan:
 def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> ParameterPlan:
     """Plans every entry the checkpoint has for the parameter; problems go to the report."""
     part = inventory.part_of(tracked)
-    saved = source.manifest.parameters[tracked.fqn]
+    saved = source.record(tracked)
     plan = ParameterPlan(part.inner.state, tracked.param)
     if tuple(saved.shape) != tracked.shape:
-        report.problems.append(f"{tracked.fqn}: saved with shape {tuple(saved.shape)}, this model has {tracked.shape}.")
+        report.problems.append(
+            f"{tracked.fqn}: saved with shape {tuple(saved.shape)}, this model has {tracked.shape}. "
+            f"fresh=[{tracked.fqn!r}] starts it anew."
+        )
         return plan
     live = inventory.state_of(tracked) or {}
     whole: dict[str, Any] = {}
@@ -97,6 +110,7 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
         if isinstance(entry, ElementwiseEntry):
             loaded = _loaded_box(tracked, name, entry, source, live.get(name), report)
             if loaded is not None:
+                _judge_values(f"{tracked.fqn}: state {name!r}", loaded, source.options, report)
                 _place_box(plan, tracked, inventory, name, loaded, live.get(name))
         elif isinstance(entry, ValueEntry):
             group = inventory.groups()[tracked.group]
@@ -109,6 +123,16 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
             continue
         plan.keep.append(name)
         report.restored.append(state_key(tracked.fqn, name))
+    return plan
+
+
+def plan_fresh(tracked: Tracked, inventory: Inventory) -> ParameterPlan:
+    """Plans the state that a new optimizer has for the parameter: none, for most classes."""
+    plan = ParameterPlan(inventory.part_of(tracked).inner.state, tracked.param)
+    for name, value in inventory.initial_state(tracked, inventory.groups()[tracked.group]).items():
+        elementwise = isinstance(value, Tensor) and value.dim() > 0
+        plan.publish[name] = inventory.part_of(tracked).presentation.to_state(tracked, value) if elementwise else value
+        plan.keep.append(name)
     return plan
 
 
@@ -127,10 +151,47 @@ def _loaded_box(
             "with the options it was saved with, or use prepare_load(path), which asks for what the checkpoint has."
         )
         return None
-    if source.from_storage:
-        return _read_box(label, tracked, entry, handle, report)
-    keeps = live.dtype if isinstance(live, Tensor) else tracked.local.dtype
-    return _lent_box(label, tracked, handle, keeps, report)
+    loaded = (
+        _read_box(label, tracked, entry, handle, report)
+        if source.from_storage
+        else _lent_box(label, tracked, handle, report)
+    )
+    return None if loaded is None else _in_dtype(label, tracked, loaded, live, source, report)
+
+
+def _in_dtype(
+    label: str, tracked: Tracked, loaded: Scratch | Tensor, live: Any, source: Source, report: Report
+) -> Scratch | Tensor | None:
+    """What was loaded, in the dtype this optimizer keeps, or None with a problem reported."""
+    keeps = tracked.local.dtype
+    if isinstance(live, Tensor):
+        keeps = live.dtype
+    elif source.record(tracked).dtype == dtype_name(keeps):
+        # The same parameter dtype: the dtype of state that is made anew is the rule's own, as it was when it was saved.
+        return loaded
+    if loaded.dtype == keeps:
+        return loaded
+    if source.options.dtype == "live" and loaded.dtype.is_floating_point and keeps.is_floating_point:
+        report.notes.append(f"{label} was saved as {dtype_name(loaded.dtype)} and is converted to {dtype_name(keeps)}.")
+        if isinstance(loaded, Scratch):
+            loaded.convert(keeps)
+            return loaded
+        return loaded.to(keeps)
+    report.problems.append(
+        f"{label} was saved as {dtype_name(loaded.dtype)}, this optimizer keeps {dtype_name(keeps)}; dtype='live' "
+        "converts floating-point state."
+    )
+    return None
+
+
+def _judge_values(label: str, loaded: Scratch | Tensor, options: LoadOptions, report: Report) -> None:
+    found = find_non_finite(loaded.tensor() if isinstance(loaded, Scratch) else loaded)
+    if found is None:
+        return
+    if options.finite == "report":
+        report.notes.append(f"{label} holds {found} on this rank.")
+    else:
+        report.problems.append(f"{label} holds {found} on this rank; finite='report' loads it all the same.")
 
 
 def _read_box(
@@ -144,28 +205,29 @@ def _read_box(
         problem = f" was saved with shape {handle.saved_size}, this model has {tracked.shape}."
     elif scratch is None:
         problem = ": nothing delivered; the checkpoint lacks part of its global shape."
-    elif scratch.wrong_dtype is not None or entry.dtype != dtype_name(scratch.dtype):
-        found = entry.dtype if scratch.wrong_dtype is None else dtype_name(scratch.wrong_dtype)
-        problem = f" was saved as {found}, this optimizer keeps {dtype_name(scratch.dtype)}."
+    elif scratch.wrong_dtype is not None or (scratch.delivered and entry.dtype != dtype_name(scratch.dtype)):
+        found = dtype_name(scratch.wrong_dtype or scratch.dtype)
+        problem = f" is stored as {found}, and the manifest says {entry.dtype}: the checkpoint is damaged."
     elif gap is not None:
         where = f"the box at {gap.offset} of size {gap.size}"
         problem = f": {where} was not delivered; the checkpoint lacks part of its global shape."
     elif scratch.taken_over:
         problem = f": {TAKEN_OVER}"
     else:
+        if not scratch.delivered:
+            # An empty shard hears of the dtype from the manifest alone.
+            scratch.convert(dtype_from_name(entry.dtype, label))
         return scratch
     report.problems.append(label + problem)
     return None
 
 
-def _lent_box(label: str, tracked: Tracked, handle: BoxHandle, keeps: torch.dtype, report: Report) -> Tensor | None:
+def _lent_box(label: str, tracked: Tracked, handle: BoxHandle, report: Report) -> Tensor | None:
     if handle.absent or handle.box != tracked.box or handle.tensors[0].dtype != handle.dtype:
         problem = (
             f": the state dict was made for the box {handle.box.offset}+{handle.box.size}, this rank holds "
             f"{tracked.box.offset}+{tracked.box.size}; save it with dcp.save to move it between shardings."
         )
-    elif handle.dtype != keeps:
-        problem = f" was saved as {dtype_name(handle.dtype)}, this optimizer keeps {dtype_name(keeps)}."
     else:
         return handle.tensors[0]
     report.problems.append(label + problem)
@@ -220,7 +282,7 @@ def _unpack_whole(tracked: Tracked, source: Source, report: Report) -> dict[str,
     data = bytes_of(handle, label, source.from_storage, report)
     if data is None:
         return {}
-    record = source.manifest.parameters[tracked.fqn]
+    record = source.record(tracked)
     if data.numel() != record.blob:
         report.problems.append(f"{label}: {data.numel()} bytes, expected the {record.blob} that the manifest names.")
         return {}

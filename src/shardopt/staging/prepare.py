@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,18 @@ from shardopt.portable.handles import BytesHandle, Handle
 from shardopt.portable.keys import MANIFEST_KEY
 from shardopt.portable.manifest import Manifest
 from shardopt.portable.manifest_reader import read_manifest
+from shardopt.portable.matching import Match, match_names
 from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.presentation import qualified_name
 from shardopt.staging.groups import GroupPlan, SavedGroup, plan_groups
-from shardopt.staging.parameters import TAKEN_OVER, ParameterPlan, Source, bytes_of, plan_parameter
-from shardopt.staging.report import Report
+from shardopt.staging.options import EXACT, LoadOptions
+from shardopt.staging.parameters import TAKEN_OVER, ParameterPlan, Source, bytes_of, plan_fresh, plan_parameter
+from shardopt.staging.report import Report, say_names
 
 __all__ = ["Plan", "prepare"]
+
+# Up to so many names, each is a problem of its own.
+_MOST_NAMED = 20
 
 
 @dataclass(slots=True)
@@ -57,7 +62,7 @@ class Plan:
             group.commit()
 
 
-def prepare(inventory: Inventory, state_dict: Mapping[str, Any]) -> Plan:
+def prepare(inventory: Inventory, state_dict: Mapping[str, Any], options: LoadOptions = EXACT) -> Plan:
     """Plans a load from the portable state, reading live state and changing none of it.
 
     Raises:
@@ -69,23 +74,36 @@ def prepare(inventory: Inventory, state_dict: Mapping[str, Any]) -> Plan:
     if opened is None:
         return Plan(report, [], [], b"")
     manifest, digest, from_storage = opened
-    _compare_names(inventory, manifest, report)
-    _compare_classes(inventory, manifest, report)
-    source = Source(manifest, state_dict, from_storage)
-    parameters = [
-        plan_parameter(tracked, inventory, source, report)
-        for tracked in inventory.tracked
-        if tracked.fqn in manifest.parameters
-    ]
+    match = match_names(inventory.by_fqn, manifest)
+    _compare_names(inventory, match, options, report)
+    _compare_classes(inventory, manifest, match, options, report)
+    source = Source(manifest, state_dict, from_storage, match.saved_as, options)
+    parameters: list[ParameterPlan] = []
+    for tracked in inventory.tracked:
+        if options.is_fresh(tracked.fqn):
+            parameters.append(plan_fresh(tracked, inventory))
+            report.fresh.append(tracked.fqn)
+        elif tracked.fqn in match.saved_as:
+            parameters.append(plan_parameter(tracked, inventory, source, report))
+    groups = _plan_groups(inventory, manifest, match, options, report)
+    return Plan(report, groups, parameters, digest, None if from_storage else state_dict[MANIFEST_KEY])
+
+
+def _plan_groups(
+    inventory: Inventory, manifest: Manifest, match: Match, options: LoadOptions, report: Report
+) -> list[GroupPlan]:
+    # Groups are matched by the names that the checkpoint has for their members.
     members: list[list[str]] = [[] for _ in inventory.groups()]
     for tracked in inventory.tracked:
-        members[tracked.group].append(tracked.fqn)
-    saved_groups = [
+        if tracked.fqn in match.saved_as:
+            members[tracked.group].append(match.saved_as[tracked.fqn])
+    saved = [
         SavedGroup(group.members, {key: decode(value) for key, value in group.values.items()})
         for group in manifest.groups
     ]
-    groups = plan_groups(list(zip(inventory.groups(), members, strict=True)), saved_groups, report)
-    return Plan(report, groups, parameters, digest, None if from_storage else state_dict[MANIFEST_KEY])
+    return plan_groups(
+        list(zip(inventory.groups(), members, strict=True)), saved, report, hyperparameters=options.hyperparameters
+    )
 
 
 def _open_manifest(state_dict: Mapping[str, Any], report: Report) -> tuple[Manifest, bytes, bool] | None:
@@ -116,25 +134,61 @@ def _open_manifest(state_dict: Mapping[str, Any], report: Report) -> tuple[Manif
     return manifest, hashlib.blake2b(raw, digest_size=16).digest(), from_storage
 
 
-def _compare_names(inventory: Inventory, manifest: Manifest, report: Report) -> None:
-    live, saved = inventory.by_fqn.keys(), manifest.parameters.keys()
-    for fqn in sorted(live - saved):
-        report.problems.append(f"{fqn}: this optimizer updates it, the checkpoint does not have it.")
-    for fqn in sorted(saved - live):
-        report.problems.append(f"{fqn}: the checkpoint has it, this optimizer does not update it.")
+def _compare_names(inventory: Inventory, match: Match, options: LoadOptions, report: Report) -> None:
+    idle = options.idle_patterns(inventory.by_fqn)
+    if idle:
+        report.problems.append(f"fresh={idle} matches no parameter of this optimizer.")
+    missing = [fqn for fqn in match.missing if not options.is_fresh(fqn)]
+    if not match.saved_as:
+        report.problems.append(
+            f"nothing in the checkpoint belongs to this optimizer: it has {_count(match.unused)}, this optimizer "
+            f"updates {_count(match.missing)}."
+        )
+    elif options.strict:
+        _refuse(
+            missing,
+            "this optimizer updates {}, the checkpoint does not have {}",
+            "fresh=[pattern] starts parameters anew",
+            report,
+        )
+        _refuse(
+            match.unused,
+            "the checkpoint has {}, this optimizer does not update {}",
+            "strict=False leaves out what only one side has",
+            report,
+        )
+    report.missing += missing
+    report.unused += match.unused
+    for saved, live in match.merged.items():
+        report.notes.append(f"{saved}: it is tied to {live} now, which has one state; that of {saved} is not loaded.")
 
 
-def _compare_classes(inventory: Inventory, manifest: Manifest, report: Report) -> None:
+def _refuse(fqns: Sequence[str], what: str, mend: str, report: Report) -> None:
+    if len(fqns) > _MOST_NAMED:
+        report.problems.append(f"{len(fqns)} parameters: {what.format('them', 'them')}: {say_names(fqns)}. {mend}.")
+    else:
+        report.problems += [f"{fqn}: {what.format('it', 'it')}; {mend}." for fqn in fqns]
+
+
+def _count(fqns: Sequence[str]) -> str:
+    if not fqns:
+        return "no parameters"
+    return f"{len(fqns)} parameter{'s' * (len(fqns) > 1)} ({say_names(fqns)})"
+
+
+def _compare_classes(
+    inventory: Inventory, manifest: Manifest, match: Match, options: LoadOptions, report: Report
+) -> None:
     different: dict[tuple[str, str], list[str]] = {}
     for tracked in inventory.tracked:
-        saved = manifest.parameters.get(tracked.fqn)
-        if saved is None:
+        saved = manifest.parameters.get(match.saved_as.get(tracked.fqn, ""))
+        if saved is None or options.is_fresh(tracked.fqn):
             continue
         pair = (manifest.optimizers[saved.optimizer].class_name, qualified_name(inventory.part_of(tracked).inner))
-        if pair[0] != pair[1]:
+        # Torch's own checkpoints do not say which class wrote them.
+        if pair[0] and pair[0] != pair[1]:
             different.setdefault(pair, []).append(tracked.fqn)
     for (saved_class, live_class), fqns in different.items():
         report.problems.append(
-            f"{len(fqns)} parameters ({', '.join(fqns[:3])}{', ...' * (len(fqns) > 3)}) were saved by {saved_class}; "
-            f"this optimizer is {live_class}."
+            f"{len(fqns)} parameters ({say_names(fqns)}) were saved by {saved_class}; this optimizer is {live_class}."
         )

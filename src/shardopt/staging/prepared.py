@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from shardopt.errors import LoadError, StaleLoadError
 from shardopt.scope import Scope
 from shardopt.staging.fingerprint import Fingerprint
+from shardopt.staging.options import LoadOptions
 from shardopt.staging.prepare import Plan
 from shardopt.staging.report import Report
 from shardopt.torch_compat import without_dynamo
@@ -16,16 +18,18 @@ from shardopt.torch_compat import without_dynamo
 __all__ = ["PreparedLoad", "agree"]
 
 
-def agree(scope: Scope, plan: Plan | None, failure: BaseException | None, *, voting: bool) -> Plan:
+def agree(
+    scope: Scope, plan: Plan | None, failure: BaseException | None, *, options: LoadOptions | None, voting: bool
+) -> Plan:
     """Collective. Makes any rank's problem every rank's error.
 
     Raises:
         LoadError: this rank found problems (all of them are listed), or its reading failed.
-        RankFailureError: another rank did, or ranks read different checkpoints.
+        RankFailureError: another rank did, or ranks read different checkpoints or were given different options.
     """
     if failure is None and plan is not None and plan.report.problems:
         failure = LoadError(plan.report.summary(), plan.report.problems)
-    digest = plan.digest if plan is not None else b""
+    digest = b"" if plan is None else hashlib.blake2b(plan.digest + repr(options).encode(), digest_size=16).digest()
     if voting:
         try:
             scope.vote("prepare_load", problem=failure, digest=digest if failure is None else b"")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Report"]
+__all__ = ["Report", "say_names"]
 
 _MOST_SHOWN = 20
+_EXAMPLES = 3
 
 
 @dataclass(slots=True)
@@ -17,11 +19,17 @@ class Report:
         problems: each refuses the load.
         notes: differences that are handled, one sentence each.
         restored: keys of the entries that will be put in place.
+        missing: FQNs of this optimizer that the checkpoint does not have; they keep the state they have.
+        unused: FQNs of the checkpoint that this optimizer does not have; their state is not loaded.
+        fresh: FQNs that start anew.
     """
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     restored: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
         """All problems in one text, long lists cut with their count."""
@@ -34,4 +42,32 @@ class Report:
     def __str__(self) -> str:
         if self.problems:
             return self.summary()
-        return "\n".join([f"{len(self.restored)} entries to restore", *(f"note: {note}" for note in self.notes)])
+        lines = [f"{len(self.restored)} entries to restore"]
+        lines += [
+            f"{len(fqns)} parameters {what}: {say_names(fqns)}"
+            for fqns, what in (
+                (self.missing, "are not in the checkpoint and keep the state they have"),
+                (self.unused, "of the checkpoint are not in this optimizer"),
+                (self.fresh, "start anew"),
+            )
+            if fqns
+        ]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def say_names(names: Sequence[str]) -> str:
+    """Names for a sentence; more than 20 are grouped by pattern, each with its count and three examples."""
+    if len(names) <= _MOST_SHOWN:
+        return ", ".join(names)
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        groups.setdefault(pattern, []).append(name)
+    said = [
+        members[0]
+        if len(members) == 1
+        else f"{pattern} ({len(members)}: {', '.join(members[:_EXAMPLES])}{', ...' * (len(members) > _EXAMPLES)})"
+        for pattern, members in groups.items()
+    ]
+    more = len(said) - _MOST_SHOWN
+    return "; ".join(said[:_MOST_SHOWN] + ([f"and {more} more patterns"] if more > 0 else []))

@@ -19,9 +19,9 @@ class Allocation:
         self.size = size
         self.count = 0
 
-    def __call__(self) -> torch.Tensor:
+    def __call__(self, dtype: torch.dtype) -> torch.Tensor:
         self.count += 1
-        return torch.full(self.size, -1.0)
+        return torch.full(self.size, -1.0, dtype=dtype)
 
 
 def test_pieces_arrive_at_their_places_and_are_counted() -> None:

@@ -171,7 +171,7 @@ def test_members_that_disagree_are_a_problem_which_names_them(values: dict[str, 
     (problem,) = report.problems
     assert problem.startswith("group 0: its parameters were saved with different 'lr': a with ")
     assert f"a with {values.get('lr')!r}, b with {others.get('lr')!r}. " in problem
-    assert problem.endswith("as they were saved.")
+    assert "as they were saved, or give the value: hyperparameters={" in problem
     assert "lr" not in plan.assign
 
 

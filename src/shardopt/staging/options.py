@@ -1,0 +1,75 @@
+"""What a load may do beyond putting everything back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+__all__ = ["EXACT", "LoadOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Options of one load; the defaults put back exactly what was saved, or refuse.
+
+    Attributes:
+        strict: whether every name must be on both sides.
+        fresh: patterns (``*``, ``?``, ``[...]``) of FQNs that start anew.
+        hyperparameters: ``"checkpoint"``, ``"keep"``, or values that take the place of the saved ones in every group.
+        dtype: ``"same"``, or ``"live"`` to convert state to the dtype this optimizer keeps.
+        finite: ``"error"`` or ``"report"``, for state with infinities or NaNs.
+    """
+
+    strict: bool = True
+    fresh: tuple[str, ...] = ()
+    hyperparameters: str | Mapping[str, Any] = field(default="checkpoint")
+    dtype: str = "same"
+    finite: str = "error"
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        strict: bool,
+        fresh: Sequence[str],
+        hyperparameters: str | Mapping[str, Any],
+        dtype: str,
+        finite: str,
+    ) -> LoadOptions:
+        """The options, checked.
+
+        Raises:
+            TypeError: an option has the wrong type.
+            ValueError: it has the right type and an unknown value.
+        """
+        if not isinstance(strict, bool):
+            raise TypeError(f"strict={strict!r} must be True or False.")
+        if isinstance(fresh, str) or not all(isinstance(pattern, str) for pattern in fresh):
+            raise TypeError(f"fresh={fresh!r} must be a list of patterns, like ['head.*'].")
+        if not isinstance(hyperparameters, Mapping):
+            _one_of("hyperparameters", hyperparameters, ("checkpoint", "keep"), " or a dict of values")
+        elif set(hyperparameters) & {"params", "param_names"}:
+            raise ValueError("hyperparameters cannot set 'params': a load does not move parameters between groups.")
+        _one_of("dtype", dtype, ("same", "live"))
+        _one_of("finite", finite, ("error", "report"))
+        return cls(strict, tuple(fresh), hyperparameters, dtype, finite)
+
+    def is_fresh(self, fqn: str) -> bool:
+        """Whether the parameter starts anew."""
+        return any(fnmatchcase(fqn, pattern) for pattern in self.fresh)
+
+    def idle_patterns(self, fqns: Iterable[str]) -> list[str]:
+        """Patterns of ``fresh`` that match none of the names."""
+        names = list(fqns)
+        return [pattern for pattern in self.fresh if not any(fnmatchcase(name, pattern) for name in names)]
+
+
+EXACT = LoadOptions()
+"""Everything back as it was saved, or a refusal."""
+
+
+def _one_of(option: str, value: object, known: tuple[str, ...], more: str = "") -> None:
+    if value not in known:
+        raise ValueError(f"{option}={value!r} is unknown; expected {' or '.join(map(repr, known))}{more}.")
