@@ -48,8 +48,8 @@ def members_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]
 
     A parameter that FSDP manages is FSDP's sharded one, whatever its module shows at the moment.
     """
+    stand_ins = fsdp_stand_ins()
     for model in models:
-        stand_ins = fsdp_stand_ins(model)
         for prefix, module in _prefixed(model):
             # The base class's: wrappers override it to clean names in their own way.
             for name, parameter in nn.Module.named_parameters(module, recurse=False, remove_duplicate=False):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -244,16 +245,17 @@ def refuse_dcp_state_dict() -> None:
         )
 
 
-def fsdp_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
+def fsdp_stand_ins() -> dict[int, nn.Parameter]:
     """``id`` of each object that FSDP2 shows in a parameter's place for a while -> the sharded parameter itself.
 
+    Of all modules in the process: a model may be a part of the module that was given to ``fully_shard``.
     From a forward pass to the next ``reshard()`` a module shows whole (or otherwise sharded) parameters; after an
     evaluation the root does so for long. The optimizer holds the sharded ones, and nothing public leads to them
     but a ``reshard()``, which would change the model.
     """
     return {
         id(shown): managed.sharded_param
-        for managed in _fsdp_params(model)
+        for managed in _fsdp_params()
         for shown in (
             getattr(managed, "_unsharded_param", None),  # before the first forward pass there is none
             getattr(managed, "_sharded_post_forward_param", None),
@@ -262,17 +264,18 @@ def fsdp_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
     }
 
 
-def fsdp_offloaded(model: nn.Module) -> set[int]:
+def fsdp_offloaded() -> set[int]:
     """``id`` of each parameter that FSDP2 keeps on the host under ``CPUOffloadPolicy``, whatever its mesh's device.
 
-    The policy is kept nowhere public.
+    Of all modules in the process, too. The policy is kept nowhere public.
     """
-    return {id(managed.sharded_param) for managed in _fsdp_params(model) if managed.offload_to_cpu}
+    return {id(managed.sharded_param) for managed in _fsdp_params() if managed.offload_to_cpu}
 
 
-def _fsdp_params(model: nn.Module) -> Iterator[Any]:
-    """What FSDP2 knows of each parameter that it manages in the model."""
-    for module in model.modules():
+def _fsdp_params() -> Iterator[Any]:
+    """What FSDP2 knows of each parameter that it manages."""
+    # torch's own table of the modules that composable APIs such as fully_shard were called on.
+    for module in list(_module_state_mapping):
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             # torch 2.11 has at most one group for a module. Later ones have several, and refuse to name one of them.

@@ -271,6 +271,17 @@ def test_1d_an_evaluation_is_no_change(mesh: DeviceMesh) -> None:
     assert "state.2.weight.exp_avg" in optimizer.state_dict()
 
 
+def test_1d_an_evaluation_is_no_change_to_parts_of_the_module_that_was_sharded(mesh: DeviceMesh) -> None:
+    model: Any = layers()
+    fully_shard(model, mesh=mesh)
+    optimizer = ShardedStateOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), nn.ModuleList([*model]))
+    train(optimizer, model)
+    evaluate(model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    again = ShardedStateOptimizer(torch.optim.AdamW(optimizer.param_groups[0]["params"]), nn.ModuleList([*model]))
+    assert set(again.state_dict()) == set(optimizer.state_dict())
+
+
 @pytest.mark.parametrize("named", [False, True], ids=["positions", "names"])
 def test_1d_an_optimizer_built_before_fully_shard_is_refused(mesh: DeviceMesh, named: bool) -> None:
     model = layers()

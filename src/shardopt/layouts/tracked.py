@@ -116,6 +116,5 @@ def check_device(tracked: Tracked) -> None:
         raise PlacementError(
             f"{tracked.fqn}: this rank's shard is on {tracked.local.device}, its mesh on "
             f"{param.device_mesh.device_type!r}; move the model there before the optimizer is built. A shard may be on "
-            "the host if fully_shard was given CPUOffloadPolicy and the wrapper the module that was given to "
-            "fully_shard."
+            "the host if fully_shard was given CPUOffloadPolicy."
         )

@@ -57,14 +57,12 @@ def track_all(inners: Sequence[torch.optim.Optimizer], models: Sequence[nn.Modul
     owners = [index for index, inner in enumerate(inners) for _ in inner.param_groups]
     # All groups at once: names must be unique among all optimizers.
     named = name_parameters([group for inner in inners for group in inner.param_groups], models)
-    return _tracked([(name, param, owners[group], group) for group, param, name in named], models)
+    return _tracked([(name, param, owners[group], group) for group, param, name in named])
 
 
-def _tracked(places: Sequence[tuple[Name, Tensor, int, int]], models: Sequence[nn.Module]) -> list[Tracked]:
+def _tracked(places: Sequence[tuple[Name, Tensor, int, int]]) -> list[Tracked]:
     """Each parameter with its name, optimizer and group, tracked."""
-    offloaded: set[int] = set()
-    for model in models:
-        offloaded |= fsdp_offloaded(model)
+    offloaded = fsdp_offloaded()
     tracked: list[Tracked] = []
     problems: list[str] = []
     for name, param, optimizer, group in places:
@@ -114,7 +112,7 @@ def track_group(
     names = (paired if len(paired) == len(listed) else None) if paired else param_group.get("param_names")
     index = len(inventory.groups())
     named = name_parameters([{"params": listed, "param_names": names}], models, first_group=index)
-    tracked = _tracked([(name, param, 0, group) for group, param, name in named], models)
+    tracked = _tracked([(name, param, 0, group) for group, param, name in named])
     beyond = set(ranks_of(listed)) - set(scope.ranks)
     if beyond:
         raise ScopeError(
