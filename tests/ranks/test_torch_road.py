@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict as torch_road
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from shardopt import LoadError, ShardedStateOptimizer
+from shardopt import LoadError, RankFailureError, ShardedStateOptimizer
 from tests.ranks.refusals import make, train
 from tests.support.gather import gathered, gathered_parameters
 from tests.support.models import Shape, SmallModel, build, set_gradients
@@ -195,3 +195,39 @@ def test_one_ranks_shard_is_not_taken_for_the_state(
         pattern = r"up\.weight: state 'exp_avg' was saved with shape \([23], 3\), the parameter has \(5, 3\)\. It looks"
         assert [problem for problem in problems if re.match(pattern, problem)]
         assert not [problem for problem in problems if problem.startswith(("gain", "kernel"))]
+
+
+def pickle_state(path: str) -> dict[str, Any]:
+    """Saves each rank's state dict with torch.save; the whole state at that moment."""
+    model = build("fsdp", SHAPE)
+    optimizer = make(model)
+    train(optimizer, model, range(2))
+    torch.save(optimizer.state_dict(), f"{path}/{dist.get_rank()}.pt")
+    expected = gathered(optimizer, model)
+    train(optimizer, model, [2])
+    return expected
+
+
+def unpickle_state(path: str, file_of: dict[int, int], expected: dict[str, Any]) -> list[str]:
+    """Loads what a rank has pickled; what was raised, or differs."""
+    model = build("fsdp", SHAPE, seed=7)
+    optimizer = make(model)
+    train(optimizer, model, [5])
+    kept = torch.load(f"{path}/{file_of[dist.get_rank()]}.pt", weights_only=False)
+    before = snapshot(optimizer, model)
+    try:
+        optimizer.load_state_dict(kept)
+    except (LoadError, RankFailureError) as error:
+        return [type(error).__name__, str(error), *before.diff(snapshot(optimizer, model))]
+    return value_differences(expected, gathered(optimizer, model))
+
+
+def test_torch_save_is_for_the_same_sharding_and_refused_on_another_J8(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(2, pickle_state, str(tmp_path))[0]
+    assert ranks.run(2, unpickle_state, str(tmp_path), {0: 0, 1: 1}, expected) == [[], []]
+    sentence = r"up\.weight: state 'exp_avg': the state dict was made for the box .*; save it with dcp\.save to move it"
+    for world_size, file_of in ((1, {0: 0}), (2, {0: 1, 1: 0})):
+        for kind, text, *changes in ranks.run(world_size, unpickle_state, str(tmp_path), file_of, expected):
+            assert kind == "LoadError"
+            assert re.search(sentence, text)
+            assert changes == []

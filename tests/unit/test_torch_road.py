@@ -113,16 +113,13 @@ def adamw(seed: int = 0, *, steps: int = 0) -> tuple[ShardedStateOptimizer, Awkw
     return optimizer, model
 
 
-def saved_to(file: Path, state_dict: dict[str, Any]) -> dict[str, Any]:
-    torch.save(state_dict, file)
-    return torch.load(file, weights_only=False)
-
-
+@pytest.mark.parametrize("mmap", [False, True], ids=["read", "mapped"])
 @pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "warm"])
-def test_torch_save_keeps_what_was_live_J8(steps: int, tmp_path: Path) -> None:
+def test_torch_save_keeps_what_was_live_J8(steps: int, mmap: bool, tmp_path: Path) -> None:
     optimizer, model = adamw(steps=2)
     expected, its_groups = state(optimizer, model), groups(optimizer)
-    kept = saved_to(tmp_path / "state.pt", optimizer.state_dict())
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    kept = torch.load(tmp_path / "state.pt", weights_only=False, mmap=mmap)
     train(optimizer, model, range(2, 4))
     for loaded, its_model in (adamw(seed=1, steps=steps), adamw(seed=1, steps=steps)):
         # Twice, with steps between: what is loaded shares no memory with the file's dict either.

@@ -6,7 +6,9 @@ import io
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -15,10 +17,21 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from shardopt.geometry import Box
 from shardopt.portable.handles import BoxHandle, Handle
+from shardopt.portable.tagged import NUMPY_SCALARS
 
 __all__ = ["Storage", "foreign"]
 
 _DCP_METADATA = ".metadata"
+
+# A computed lr often is a NumPy scalar. It is pickled as a call of this function, which runs nothing; under numpy 1 it
+# has another module's name.
+_SCALAR = np.float64(0).__reduce__()[0]
+_NUMPY: list[Any] = [
+    np.dtype,
+    *{type(np.dtype(name)) for name in NUMPY_SCALARS},
+    (_SCALAR, "numpy.core.multiarray.scalar"),
+    (_SCALAR, "numpy._core.multiarray.scalar"),
+]
 
 
 class Storage:
@@ -67,8 +80,8 @@ class Storage:
     def values(self, keys: Iterable[str]) -> tuple[dict[str, object], dict[str, str]]:
         """Pickled values, and what is wrong with those that cannot be had.
 
-        Only what ``torch.load(weights_only=True)`` builds: plain values and tensors, never a call that a pickle asks
-        for.
+        Only what ``torch.load(weights_only=True)`` builds, and NumPy's scalars: plain values and tensors, never a call
+        that a pickle asks for.
         """
         planner = _ValuePlanner()
         self._run(planner, dict.fromkeys(keys))
@@ -91,7 +104,8 @@ class _ValuePlanner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
         try:
-            self.found[key] = torch.load(value, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals(_NUMPY):
+                self.found[key] = torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:
             # The first line says what was refused; the rest is advice to allow it.
             reason = next(iter(str(error).splitlines()), "")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from shardopt import LoadError, ShardedStateOptimizer
+from shardopt.portable.manifest import ElementwiseEntry, ValueEntry
+from shardopt.portable.manifest_reader import read_manifest
+from shardopt.portable.reader import read_checkpoint
 from tests.support.rules import Awkward, bits, groups, state, train, weights
 from tests.support.snapshot import snapshot
 from tests.support.tamper import cut_chunks
@@ -123,6 +127,27 @@ def test_the_optimizer_is_found_wherever_it_was_saved(place: str, flat: bool, tm
         assert state(optimizer, its_model) == state(plain, model)
     with pytest.raises(LoadError, match=rf"nothing'.* nor one in torch's format; found \['{place}'\]"):
         optimizer.prepare_load(tmp_path, prefix="nothing")
+
+
+@FLAT
+def test_values_of_groups_keep_their_types(flat: bool, tmp_path: Path) -> None:
+    values = {"lr": np.float32(0.1), "count": np.int64(3), "none": None, "text": "x", "on": True, "pair": (1, 2.5)}
+    plain, model = trained()
+    plain.param_groups[1].update(values)
+    dcp.save({"optim": saved_state(plain, model, flat=flat)}, checkpoint_id=tmp_path)
+    optimizer, _ = wrapped()
+    optimizer.prepare_load(tmp_path).commit()
+    found = {key: optimizer.param_groups[1][key] for key in values}
+    assert (found, [*map(type, found.values())]) == (values, [*map(type, values.values())])
+
+
+def test_a_parameter_named_like_torchs_keys_is_no_optimizer(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"param_groups": nn.Linear(2, 1)})
+    optimizer = ShardedStateOptimizer(torch.optim.AdamW(model.parameters()), model)
+    model["param_groups"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
+    optimizer.prepare_load(tmp_path).commit()
 
 
 def test_several_optimizers_need_a_prefix(tmp_path: Path) -> None:
@@ -328,6 +353,35 @@ def test_state_of_another_parameter_dtype_is_not_converted_in_silence_T8(
     train(optimizer, narrow, range(steps))
     with pytest.raises(LoadError, match="matrix: state 'exp_avg' was saved as float32, this optimizer keeps bfloat16"):
         optimizer.prepare_load(tmp_path)
+
+
+def test_a_rules_own_dtype_is_kept_when_the_parameters_have_theirs_T8(tmp_path: Path) -> None:
+    model = Awkward().bfloat16()
+    plain = torch.optim.AdamW(two_groups(model))
+    train(plain, model, range(1))
+    saved = saved_state(plain, model, flat=False)
+    for entries in saved["state"].values():
+        entries["exp_avg"] = entries["exp_avg"].float()
+    dcp.save({"optim": saved, "model": model}, checkpoint_id=tmp_path)
+    other = Awkward(1).bfloat16()
+    optimizer = ShardedStateOptimizer(torch.optim.AdamW(two_groups(other)), other)
+    optimizer.prepare_load(tmp_path).commit()
+    assert optimizer.state[other.matrix]["exp_avg"].dtype == torch.float32
+    assert optimizer.state[other.matrix]["exp_avg_sq"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rule", ["AdamW", "ASGD", "NAdam"])
+def test_scalars_of_a_scalar_parameter_are_told_from_its_state(rule: str, tmp_path: Path) -> None:
+    # Where they live may differ: a step counter is on the host, a moment on the parameter's device.
+    dcp.save({"optim": saved_state(*trained(RULES[rule]), flat=False)}, checkpoint_id=tmp_path)
+    optimizer, _ = wrapped(RULES[rule])
+    handles = read_checkpoint(tmp_path, optimizer._inventory.by_fqn)
+    entries = {
+        name: {key: type(entry) for key, entry in record.entries.items()}
+        for name, record in read_manifest(handles["manifest"].contents().numpy().tobytes()).parameters.items()
+    }
+    assert entries["scalar"] == entries["matrix"]
+    assert set(entries["matrix"].values()) == {ElementwiseEntry, ValueEntry}
 
 
 def test_a_sharded_parameter_takes_no_whole_state(mesh: DeviceMesh, tmp_path: Path) -> None:
