@@ -314,22 +314,32 @@ def test_B14_parameters_that_are_not_on_their_meshs_device_are_refused_all_in_on
         optimizer.add_param_group({"params": [model[0].bias, model[2].weight]})
 
 
-def test_B14_parameters_that_fsdp_keeps_on_the_host_may_be_there_and_so_may_their_state(mesh: DeviceMesh) -> None:
+def offloaded(mesh: DeviceMesh) -> tuple[Any, ShardedStateOptimizer]:
+    """A model as CPUOffloadPolicy has it: parameters on the host, a mesh of GPUs."""
     model: Any = layers()
     fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     for managed in model._get_fsdp_state()._fsdp_param_group.fsdp_params:
         managed.sharded_param = elsewhere(managed.sharded_param)
         managed.to_sharded()
-    optimizer = ShardedStateOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model, consensus="off")
+    return model, ShardedStateOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model, consensus="off")
+
+
+def test_B14_parameters_that_fsdp_keeps_on_the_host_may_be_there_and_so_is_their_state(mesh: DeviceMesh) -> None:
+    model, optimizer = offloaded(mesh)
     for param in model.parameters():
         param.grad = elsewhere(param).detach()
     optimizer.step()
-    for key, value in optimizer.sharded_state().items():
-        name, entry = key.removeprefix("state.").rsplit(".", 1)
-        (live,) = [local for param, local in optimizer.state.items() if param is model.get_parameter(name)]
-        # from_local would have tried to copy it to the mesh's device.
-        assert local_shard(value).data_ptr() == live[entry].data_ptr()
-        assert local_shard(value).device.type == "cpu"
+    _, fresh = offloaded(mesh)
+    fresh.load_state_dict(optimizer.state_dict())
+    for one in (optimizer, fresh):
+        assert len(one.state) == 3
+        live = list(one.state.values())
+        assert all(value.device.type == "cpu" for entries in live for value in entries.values())
+        shown = [local_shard(value).data_ptr() for value in one.sharded_state().values()]
+        # from_local would have tried to copy them to the mesh's device.
+        assert sorted(shown) == sorted(e[name].data_ptr() for e in live for name in ("exp_avg", "exp_avg_sq"))
+    pairs = zip(optimizer.state.values(), fresh.state.values(), strict=True)
+    assert all(torch.equal(old[name], new[name]) for old, new in pairs for name in old)
 
 
 def test_B14_a_dtensor_of_state_is_on_its_parameters_device() -> None:
