@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardopt.errors import PresentationError, RankFailureError
 from shardopt.layouts.tracked import Tracked
+from shardopt.portable.agreement import name_differences
 from shardopt.portable.export import export, live_tensors
 from shardopt.portable.handles import Lease
 from shardopt.portable.keys import MANIFEST_KEY
@@ -145,10 +146,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         """Collective. Runs one update of every wrapped optimizer, on every rank or on none.
 
         Args:
-            closure: re-evaluates the model and returns the loss; called once, with gradients enabled.
-
-        Returns:
-            The closure's loss, or None.
+            closure: re-evaluates the model and returns the loss, as does ``step``; called once, with gradients enabled.
 
         Raises:
             RankFailureError: another rank failed before the update.
@@ -228,6 +226,8 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             self._vote("state_dict", failure, digest=self._poison.digest(exported.digest if exported else b""))
         except RankFailureError as error:
             verdict = error
+            if exported is not None and error.disagree and not (error.failures or self._poison.known(error)):
+                verdict = name_differences(error, self._scope, self._inventory, exported)
         # dcp.load calls state_dict() too, and a good load is the way out of half-written state: only saving is refused.
         refusal = self._poison.refusal(verdict)
         assert exported is not None  # an export that did not fail has handles

@@ -88,10 +88,18 @@ def test_where_only_some_ranks_hold_what_torch_would_give_them_all_refuse_B4(ran
     assert "2" in outcomes[0].error
 
 
-@pytest.mark.parametrize("what", ["values of a plain parameter", "a missing state", "another lr"])
+DIFFERENCES = {
+    "values of a plain parameter": "odd.rows3: state 'exp_avg' of a parameter that is not sharded: rank 0 / rank 1\n",
+    "a missing state": "odd.column.weight: state 'step': rank 0; rank 1 without it\n",
+    "another lr": "parameter group 0: 'lr': rank 0 / rank 1\n",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
 def test_ranks_that_disagree_do_not_save_B8(ranks: RankPool, tmp_path: Path, what: str) -> None:
     for outcome in ranks.outcomes(2, save_unlike_job, str(tmp_path / "checkpoint"), what):
         assert outcome.error_type == "RankFailureError"
         assert outcome.error_attributes["operation"] == "state_dict"
         assert len(outcome.error_attributes["disagree"]) == 2
+        assert DIFFERENCES[what] in outcome.error
     assert not (tmp_path / "checkpoint").exists()

@@ -33,7 +33,7 @@ from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.presentation import qualified_name
 from shardopt.version import __version__
 
-__all__ = ["Export", "export", "handle_for", "live_tensors"]
+__all__ = ["Export", "digest_replicated", "export", "handle_for", "live_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,14 @@ class Export:
 
     Attributes:
         handles: what ``state_dict()`` returns.
+        manifest: what describes them.
         digest: of everything that must be the same on all ranks: the manifest, and the state of
             parameters that are not sharded.
         notes: state that is left out, one sentence each.
     """
 
     handles: dict[str, Handle]
+    manifest: Manifest
     digest: bytes
     notes: list[str]
 
@@ -86,9 +88,9 @@ def export(inventory: Inventory) -> Export:
     if inventory.world_size > 1:
         for tracked in inventory.tracked:
             if not isinstance(tracked.param, DTensor):
-                _digest_replicated(digest, inventory.state_of(tracked))
+                digest_replicated(digest, inventory.state_of(tracked))
     handles[MANIFEST_KEY] = BytesHandle.of(raw)
-    return Export(handles, digest.digest(), notes)
+    return Export(handles, manifest, digest.digest(), notes)
 
 
 def live_tensors(inventory: Inventory) -> dict[str, Tensor]:
@@ -181,13 +183,14 @@ def _put(handles: dict[str, Handle], key: str, handle: Handle, tracked: Tracked)
     handles[key] = handle
 
 
-def _digest_replicated(digest: hashlib.blake2b, value: Any) -> None:
+def digest_replicated(digest: hashlib.blake2b, value: Any) -> None:
+    """Adds the bytes of every tensor in a value to a digest."""
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(flat.numpy().tobytes())
     elif isinstance(value, dict):
         for item in value.values():
-            _digest_replicated(digest, item)
+            digest_replicated(digest, item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _digest_replicated(digest, item)
+            digest_replicated(digest, item)

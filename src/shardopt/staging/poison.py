@@ -59,10 +59,14 @@ class Poison:
         """
         if verdict is None:
             return None if self.reason is None else self.text()
-        ranks = verdict.disagree.get(fingerprint(_MARK).hex())
-        if ranks is None or verdict.failures or verdict.missing:
+        ranks = self.known(verdict)
+        if not ranks or verdict.failures or verdict.missing:
             raise verdict
         return self.text() if self.reason is not None else _say("step or load", f"on ranks {list(ranks)}")
+
+    def known(self, verdict: RankFailureError) -> tuple[int, ...]:
+        """The ranks that a verdict shows to be half written."""
+        return verdict.disagree.get(fingerprint(_MARK).hex(), ())
 
 
 def _say(operation: str, where: str) -> str:

@@ -1,0 +1,81 @@
+"""Naming what ranks hold differently, once a vote has shown that something is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+from torch.distributed.tensor import DTensor
+
+from shardopt.errors import RankFailureError
+from shardopt.portable.export import Export, digest_replicated
+from shardopt.portable.manifest import Manifest
+from shardopt.presentation.inventory import Inventory
+from shardopt.scope import Scope
+from shardopt.scope.verdict import say_ranks
+
+__all__ = ["name_differences"]
+
+_MOST_SHOWN = 20
+
+
+def name_differences(
+    verdict: RankFailureError, scope: Scope, inventory: Inventory, exported: Export
+) -> RankFailureError:
+    """Collective, after a verdict that ranks disagree. The same error with what they disagree on, and which ranks.
+
+    Args:
+        verdict: what every rank has got.
+        scope: the ranks that voted.
+        inventory: this rank's parameters.
+        exported: what this rank voted on.
+    """
+    own = json.dumps(_digests(inventory, exported.manifest)).encode()
+    held: list[dict[str, str]] = [json.loads(data) for data in scope.exchange("differences", own)]
+    sentences = _differences(scope.ranks, held)
+    text = "\n".join(f"  - {sentence}" for sentence in sentences[:_MOST_SHOWN])
+    more = f"\n  - and {len(sentences) - _MOST_SHOWN} more" * (len(sentences) > _MOST_SHOWN)
+    return RankFailureError(
+        f"{verdict.operation}: ranks hold differently what has to be the same on all of them; nothing was saved:\n"
+        f"{text}{more}\nOnly one rank's copy of it would be saved. Keep plain parameters and their gradients equal on "
+        "all ranks or shard them, and give every rank's optimizer the same groups and values.",
+        operation=verdict.operation,
+        disagree=verdict.disagree,
+    )
+
+
+def _digests(inventory: Inventory, manifest: Manifest) -> dict[str, str]:
+    """A digest of everything that must be the same on all ranks, by what a message calls it."""
+    found = {"the list of optimizers": _digest(repr(manifest.optimizers))}
+    for index, group in enumerate(manifest.groups):
+        found[f"parameter group {index}: its parameters"] = _digest(repr(group.members))
+        found |= {f"parameter group {index}: {key!r}": _digest(repr(value)) for key, value in group.values.items()}
+    for fqn, record in manifest.parameters.items():
+        found[f"{fqn}: the parameter"] = _digest(repr((record.shape, record.dtype, record.group, record.aliases)))
+        found |= {f"{fqn}: state {name!r}": _digest(repr(entry)) for name, entry in record.entries.items()}
+    for tracked in inventory.tracked:
+        if isinstance(tracked.param, DTensor):
+            continue
+        for name, value in (inventory.state_of(tracked) or {}).items():
+            digest = hashlib.blake2b(digest_size=16)
+            digest_replicated(digest, value)
+            found[f"{tracked.fqn}: state {name!r} of a parameter that is not sharded"] = digest.hexdigest()
+    return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _differences(ranks: Sequence[int], held: Sequence[Mapping[str, str]]) -> list[str]:
+    sentences: list[str] = []
+    for item in dict.fromkeys(name for one in held for name in one):
+        holders: dict[str, list[int]] = {}
+        for rank, one in zip(ranks, held, strict=True):
+            holders.setdefault(one.get(item, ""), []).append(rank)
+        lacking = holders.pop("", [])
+        without = f"; {say_ranks(lacking)} without it" if lacking else ""
+        if len(holders) > 1 or lacking:
+            sentences.append(f"{item}: {' / '.join(map(say_ranks, holders.values()))}{without}")
+    return sentences
