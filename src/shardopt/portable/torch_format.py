@@ -237,9 +237,10 @@ class _Reading:
         Torch's format has no manifest: a key that was lost looks like an entry that never was.
         """
         fullest: list[dict[frozenset[str], _Parameter]] = [{} for _ in self._groups]
-        for one in self.parameters.values():
+        wanted = [one for one in self.parameters.values() if one.fqn in self._tracked]
+        for one in wanted:
             fullest[one.group].setdefault(frozenset(one.state), one)
-        for one in self.parameters.values():
+        for one in wanted:
             own = one.state.keys()
             for state, other in fullest[one.group].items():
                 if own and own < state:
