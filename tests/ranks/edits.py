@@ -19,6 +19,7 @@ from shardopt import LoadError, ShardedStateOptimizer
 from tests.support.raw_values import raw_bytes
 
 LR = {"a": 0.5, "b": 0.25}
+WRAPPERS = ("", "checkpoint", "compile")
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def _regroup(model: Model, at: int, number: int) -> Layer:
 
 
 def _wrap(model: Model, at: int, number: int) -> Layer:
-    return replace(model[at], wrapper=("", "checkpoint", "compile")[number % 3])
+    return replace(model[at], wrapper=WRAPPERS[number % 3])
 
 
 def _rename(model: Model, at: int, number: int) -> Layer:
