@@ -27,14 +27,19 @@ def random_pair(seed: int) -> tuple[Model, Model]:
             model = edit(model, kind, source.randrange(10), source.randrange(10))
         return model
 
+    def untied(model: Model) -> Model:
+        for index in range(len(model)):
+            model = edit(model, source.choice(["untie", "wrap"]), index, source.randrange(10))
+        return model
+
     # The first layer is always trained, so that there is an optimizer.
     layers = [Layer("first", 3)]
     layers += [
         Layer(f"m{index}", source.randint(1, 3), source.choice(["a", "a", "b", None]), None, source.choice(WRAPPERS))
         for index in range(source.randint(1, 5))
     ]
-    saved = edited(tuple(layers))
-    return saved, edited(saved)
+    saved = edited(edit(tuple(layers), "tie", source.randrange(1, 6), source.randrange(10)))
+    return saved, edited(untied(saved))
 
 
 def attempts_of(expected: Expected) -> list[dict[str, Any]]:
