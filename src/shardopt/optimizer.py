@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,9 +24,10 @@ from shardopt.presentation.assembly import checked, explain, join, make_part, tr
 from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.joined_state import JoinedState
 from shardopt.presentation.presentation import Ready, amp_scale, drop_amp_scale
+from shardopt.staging.consensus import Consensus, check_consensus
 from shardopt.staging.fingerprint import Fingerprint
 from shardopt.staging.options import LoadOptions
-from shardopt.staging.poison import Poison, fingerprint
+from shardopt.staging.poison import Poison
 from shardopt.staging.prepare import Plan, prepare
 from shardopt.staging.prepared import PreparedLoad, agree
 from shardopt.torch_compat import refuse_dcp_state_dict, run_post_hooks, run_pre_hooks, without_dynamo
@@ -37,7 +39,6 @@ _NOTHING_READ = (
     "nothing was read into the state dict that is loaded: it is this optimizer's own and puts back what was there. "
     "After a dcp.load with allow_partial_load=True that means the checkpoint has no optimizer under this key."
 )
-_CONSENSUS = ("every-step", "checkpoint", "off")
 
 
 class ShardedStateOptimizer(torch.optim.Optimizer):
@@ -80,10 +81,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             PresentationError: ``compute`` does not suit the optimizer's class.
             ScopeError: the ranks that hold the parameters cannot be joined.
         """
-        if consensus not in _CONSENSUS:
-            raise ValueError(f"consensus={consensus!r} is unknown; expected one of {', '.join(map(repr, _CONSENSUS))}.")
-        if vote_timeout <= 0:
-            raise ValueError(f"vote_timeout={vote_timeout!r} must be a positive number of seconds.")
+        check_consensus(consensus, vote_timeout)
         # Optimizer.__init__ would make groups and state of its own; only its hooks are wanted.
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
@@ -94,7 +92,6 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         self._patch_step_function()
         inners = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._models = [model] if isinstance(model, nn.Module) else list(model)
-        self._consensus = consensus
         self._changes = 0
         self._prepared = 0
         self._poison = Poison()
@@ -102,6 +99,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         parts = [make_part(inner, compute) for inner in checked(inners, ShardedStateOptimizer)]
         tracked = track_all(inners, self._models)
         self._scope = join(tracked, vote_timeout)
+        self._consensus = Consensus(consensus, self._scope)
         self._inventory = Inventory(parts, self._scope.size, self._models)
         self._inventory.add(tracked)
         self._joined_groups: list[dict[str, Any]] = self._inventory.groups()
@@ -178,7 +176,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         unaligned: list[str] = []
         for one in ready:
             unaligned += one.unaligned.values()
-        self._vote("step", failure, every_step=True, digest="\n".join(unaligned).encode())
+        self._consensus.vote("step", failure, every_step=True, digest="\n".join(unaligned).encode())
         self._changes += 1
         try:
             for part, one in zip(parts, ready, strict=True):
@@ -222,15 +220,20 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         except BaseException as error:
             failure = error
         verdict: RankFailureError | None = None
+        number = 0
         try:
-            self._vote("state_dict", failure, digest=self._poison.digest(exported.digest if exported else b""))
+            digest = self._poison.digest(exported.digest if exported else b"")
+            # The first rank's number is everybody's.
+            number = secrets.randbits(64) if self._scope.index == 0 else 0
+            number = self._consensus.vote("state_dict", failure, digest=digest, facts=number)
         except RankFailureError as error:
-            verdict = error
+            verdict, number = error, 0
             if exported is not None and error.disagree and not (error.failures or self._poison.known(error)):
                 verdict = name_differences(error, self._scope, self._inventory, exported)
         # dcp.load calls state_dict() too, and a good load is the way out of half-written state: only saving is refused.
         refusal = self._poison.refusal(verdict)
         assert exported is not None  # an export that did not fail has handles
+        exported.mark(number)
         for note in exported.notes:
             if note not in self._stray_logged:
                 self._stray_logged.add(note)
@@ -249,7 +252,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             RankFailureError: that is so on another rank; nothing was changed here either.
         """
 
-        def hooked() -> Any:
+        def hooked(_: LoadOptions) -> Any:
             loaded: Any = dict(state_dict)
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = pre_hook(self, loaded)
@@ -295,10 +298,11 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             ValueError, TypeError: an option is unknown.
         """
 
-        def source() -> Mapping[str, Any]:
+        def source(options: LoadOptions) -> Mapping[str, Any]:
             if isinstance(state_dict, Mapping):
                 return state_dict
-            return read_checkpoint(state_dict, self._inventory.by_fqn, prefix=prefix)
+            wanted = {fqn: one for fqn, one in self._inventory.by_fqn.items() if not options.is_fresh(fqn)}
+            return read_checkpoint(state_dict, wanted, prefix=prefix)
 
         return self._prepare(
             source,
@@ -308,18 +312,17 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         )
 
     def _prepare(
-        self, source: Callable[[], Mapping[str, Any]], make_options: Callable[[], LoadOptions] = LoadOptions
+        self, source: Callable[[LoadOptions], Mapping[str, Any]], make_options: Callable[[], LoadOptions] = LoadOptions
     ) -> PreparedLoad:
         plan: Plan | None = None
         options: LoadOptions | None = None
         failure: BaseException | None = None
         try:
             options = make_options()
-            plan = prepare(self._inventory, source(), options)
+            plan = prepare(self._inventory, source(options), options)
         except BaseException as error:
             failure = error
-        voting = self._consensus != "off"
-        plan = agree(self._scope, plan, failure, options=options, voting=voting)
+        plan = agree(self._scope, plan, failure, options=options, voting=self._consensus.votes)
         self._prepared += 1
         if plan.lender is not None and getattr(plan.lender.outdated.value, "func", None) == self._changed_since:
             plan.report.notes.append(_NOTHING_READ)
@@ -328,7 +331,8 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             plan,
             self._scope,
             fingerprint=lambda: Fingerprint.of(self._inventory, self._changes + self._prepared),
-            voting=voting,
+            check_identity=self._inventory.check_groups,
+            voting=self._consensus.votes,
             committed=self._loaded,
         )
 
@@ -353,7 +357,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         except BaseException as error:
             failure = error
         names = "\n".join(item.fqn for item in tracked).encode()
-        self._vote("add_param_group", failure, digest=names)
+        self._consensus.vote("add_param_group", failure, digest=names)
         self._inventory.parts[0].inner.add_param_group(param_group)
         self._changes += 1
         self._inventory.add(tracked)
@@ -367,7 +371,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
 
     def explain(self) -> str:
         """Which presentation each wrapped optimizer steps in, and why. Not collective, no effects."""
-        return explain(self._inventory, self._scope, self._consensus)
+        return explain(self._inventory, self._scope, self._consensus.mode)
 
     def __repr__(self) -> str:
         inners = ", ".join(repr(inner) for inner in self.optimizers)
@@ -380,14 +384,6 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         )
 
     __copy__ = __deepcopy__ = __reduce_ex__ = __getstate__ = __setstate__ = _refuse_copy  # pyrefly: ignore
-
-    def _vote(
-        self, operation: str, failure: BaseException | None, *, every_step: bool = False, digest: bytes = b""
-    ) -> None:
-        if self._consensus == "every-step" or (self._consensus == "checkpoint" and not every_step):
-            self._scope.vote(operation, problem=failure, digest=b"" if failure else fingerprint(digest))
-        if failure is not None:
-            raise failure
 
     def _changed_since(self, changes: int) -> bool:
         return self._changes != changes

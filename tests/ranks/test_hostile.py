@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardopt import PlacementError, ShardedStateOptimizer
+from shardopt import PlacementError, RankFailureError, ShardedStateOptimizer
 from tests.ranks.refusals import SHAPE, STEPS_SAVED, make, save, train
 from tests.support.models import build, set_gradients
 from tests.support.ranks import RankPool
@@ -137,3 +138,31 @@ def test_a_commit_that_cannot_be_checked_on_one_rank_fails_on_both(bad: int, ran
     found = ranks.run(2, no_mapping_before_the_commit, str(tmp_path / "good"), bad, deadline_s=25.0)
     assert found[bad].startswith("AttributeError")
     assert f"commit failed on rank {bad}: AttributeError" in found[1 - bad]
+
+
+def save_momentum_twice(root: str) -> None:
+    model = build("fsdp", SHAPE)
+    optimizer = ShardedStateOptimizer(torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5), model)
+    for number in range(2):
+        set_gradients(model, number)
+        optimizer.step()
+        dcp.save({"optim": optimizer}, checkpoint_id=f"{root}/{number}")
+
+
+def load_one_each(root: str) -> tuple[str, list[str]]:
+    """What a load raises when every rank reads another checkpoint, and what it changed."""
+    model = build("fsdp", SHAPE)
+    optimizer = ShardedStateOptimizer(torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5), model)
+    before = snapshot(optimizer, model)
+    with pytest.raises(RankFailureError) as refused:
+        optimizer.prepare_load(f"{root}/{dist.get_rank()}")
+    changes = before.diff(snapshot(optimizer, model))
+    optimizer.prepare_load(f"{root}/0").commit()
+    return str(refused.value), changes
+
+
+def test_ranks_that_read_checkpoints_which_differ_in_tensors_only_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, save_momentum_twice, str(tmp_path))
+    for text, changes in ranks.run(2, load_one_each, str(tmp_path)):
+        assert "prepare_load: ranks disagree" in text
+        assert changes == []

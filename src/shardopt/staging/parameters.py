@@ -123,7 +123,23 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
             continue
         plan.keep.append(name)
         report.restored.append(state_key(tracked.fqn, name))
+    if plan.keep:
+        _refuse_incomplete(tracked, inventory, source, report)
     return plan
+
+
+def _refuse_incomplete(tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
+    # Our own manifest says what was there; of a checkpoint that is not ours, the optimizer's class knows what must be.
+    saved = source.record(tracked)
+    if source.manifest.optimizers[saved.optimizer].class_name:
+        return
+    known = inventory.known_entries(tracked, inventory.groups()[tracked.group]) or ()
+    lost = [name for name in known if name not in saved.entries]
+    if lost:
+        report.problems.append(
+            f"{tracked.fqn}: the checkpoint has state {sorted(saved.entries)} of it, but not {lost}, which this "
+            "optimizer needs under its present options; build it with the options it was saved with."
+        )
 
 
 def plan_fresh(tracked: Tracked, inventory: Inventory) -> ParameterPlan:
@@ -203,6 +219,8 @@ def _read_box(
         problem = " was not read: the load skipped its key."
     elif handle.saved_size is not None and handle.saved_size != tracked.shape:
         problem = f" was saved with shape {handle.saved_size}, this model has {tracked.shape}."
+    elif handle.box != tracked.box:
+        problem = f" was read for {handle.box}, this rank holds {tracked.box}: read it again for this optimizer."
     elif scratch is None:
         problem = ": nothing delivered; the checkpoint lacks part of its global shape."
     elif scratch.wrong_dtype is not None or (scratch.delivered and entry.dtype != dtype_name(scratch.dtype)):

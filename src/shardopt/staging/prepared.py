@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from shardopt.errors import LoadError, StaleLoadError
+from shardopt.errors import LoadError, PresentationError, StaleLoadError
 from shardopt.scope import Scope
 from shardopt.staging.fingerprint import Fingerprint
 from shardopt.staging.options import LoadOptions
@@ -58,6 +58,7 @@ class PreparedLoad:
         scope: Scope,
         *,
         fingerprint: Callable[[], Fingerprint],
+        check_identity: Callable[[], None],
         voting: bool,
         committed: Callable[[BaseException | None], None],
     ) -> None:
@@ -65,6 +66,7 @@ class PreparedLoad:
         self._plan: Plan | None = plan
         self._scope = scope
         self._fingerprint = fingerprint
+        self._check_identity = check_identity
         self._prepared = fingerprint()
         self._voting = voting
         self._committed = committed
@@ -75,6 +77,10 @@ class PreparedLoad:
         moved = self._prepared.difference(self._fingerprint())
         if moved is not None:
             raise StaleLoadError(f"{moved} after the load was prepared; nothing was changed. Prepare it again.")
+        try:
+            self._check_identity()
+        except PresentationError as error:
+            raise StaleLoadError(f"nothing was changed: {error}") from error
         outdated = self._plan.why_outdated()
         if outdated is not None:
             raise StaleLoadError(f"nothing was changed: {outdated}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,16 @@ def test_commit_refuses_after_a_move(move: str) -> None:
     change(optimizer, model)
     before = snapshot(optimizer, model)
     with pytest.raises(StaleLoadError, match=f"{reason}.*after the load was prepared; nothing was changed. Prepare it"):
+        prepared.commit()
+    assert before.diff(snapshot(optimizer, model)) == []
+
+
+def test_commit_refuses_after_the_model_has_got_another_parameter() -> None:
+    optimizer, model = stepped()
+    prepared = optimizer.prepare_load(optimizer.state_dict())
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    before = snapshot(optimizer, model)
+    with pytest.raises(StaleLoadError, match=r"(?s)nothing was changed: .*layer\.weight"):
         prepared.commit()
     assert before.diff(snapshot(optimizer, model)) == []
 
