@@ -24,7 +24,7 @@ from shardopt.presentation.assembly import checked, explain, join, make_part, tr
 from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.joined_state import JoinedState
 from shardopt.presentation.presentation import Ready, amp_scale, drop_amp_scale
-from shardopt.staging.consensus import Consensus, check_consensus
+from shardopt.staging.consensus import Consensus, check_options
 from shardopt.staging.fingerprint import Fingerprint
 from shardopt.staging.options import LoadOptions
 from shardopt.staging.poison import Poison
@@ -60,6 +60,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         compute: str = "auto",
         consensus: str = "every-step",
         vote_timeout: float = 600.0,
+        plain: str = "replicated",
     ) -> None:
         """Collective. Wraps ``optimizer``, whose parameters are those of ``model``, after ``fully_shard``.
 
@@ -74,6 +75,8 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             consensus: when ranks vote: ``"every-step"``, ``"checkpoint"`` (state_dict and loads only), or
                 ``"off"``.
             vote_timeout: seconds after which a rank that does not vote is an error on every other.
+            plain: what the state of parameters that are not sharded is, where others are: ``"replicated"``,
+                the same on every rank (checked); or ``"per_rank"``, each rank's own, for as many ranks only.
 
         Raises:
             NamingError: a parameter is in none of the models and has no name, or two share a name.
@@ -81,7 +84,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             PresentationError: ``compute`` does not suit the optimizer's class.
             ScopeError: the ranks that hold the parameters cannot be joined.
         """
-        check_consensus(consensus, vote_timeout)
+        check_options(consensus, vote_timeout, plain)
         # Optimizer.__init__ would make groups and state of its own; only its hooks are wanted.
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
@@ -100,7 +103,8 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         tracked = track_all(inners, self._models)
         self._scope = join(tracked, vote_timeout)
         self._consensus = Consensus(consensus, self._scope)
-        self._inventory = Inventory(parts, self._scope.size, self._models)
+        own = self._scope.index if plain == "per_rank" and self._scope.size > 1 else None
+        self._inventory = Inventory(parts, self._scope.size, self._models, own)
         self._inventory.add(tracked)
         self._joined_groups: list[dict[str, Any]] = self._inventory.groups()
         self._joined_state = JoinedState(self._inventory)
@@ -189,7 +193,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients of all parameters, by the wrapped optimizers' own ``zero_grad``."""
+        """Resets all gradients, by the wrapped optimizers' own ``zero_grad``."""
         for inner in self.optimizers:
             inner.zero_grad(set_to_none)
 
@@ -302,7 +306,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             if isinstance(state_dict, Mapping):
                 return state_dict
             wanted = {fqn: one for fqn, one in self._inventory.by_fqn.items() if not options.is_fresh(fqn)}
-            return read_checkpoint(state_dict, wanted, prefix=prefix)
+            return read_checkpoint(state_dict, wanted, prefix=prefix, own_index=self._inventory.own_index)
 
         return self._prepare(
             source,

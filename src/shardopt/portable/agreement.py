@@ -39,7 +39,7 @@ def name_differences(
     return RankFailureError(
         f"{verdict.operation}: ranks hold differently what has to be the same on all of them; nothing was saved:\n"
         f"{text}{more}\nOnly one rank's copy of it would be saved. Keep plain parameters and their gradients equal on "
-        "all ranks or shard them, and give every rank's optimizer the same groups and values.",
+        "all ranks, shard them, or wrap with plain='per_rank'; give every rank's optimizer the same groups and values.",
         operation=verdict.operation,
         disagree=verdict.disagree,
     )
@@ -55,7 +55,7 @@ def _digests(inventory: Inventory, manifest: Manifest) -> dict[str, str]:
         found[f"{fqn}: the parameter"] = _digest(repr((record.shape, record.dtype, record.group, record.aliases)))
         found |= {f"{fqn}: state {name!r}": _digest(repr(entry)) for name, entry in record.entries.items()}
     for tracked in inventory.tracked:
-        if isinstance(tracked.param, DTensor):
+        if isinstance(tracked.param, DTensor) or inventory.is_per_rank(tracked):
             continue
         for name, value in (inventory.state_of(tracked) or {}).items():
             digest = hashlib.blake2b(digest_size=16)

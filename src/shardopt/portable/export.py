@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardopt.layouts.infer import Elementwise, Value, infer
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.encode import encode
 from shardopt.portable.handles import BoxHandle, BytesHandle, Handle
-from shardopt.portable.keys import MANIFEST_KEY, blob_key, state_key
+from shardopt.portable.keys import MANIFEST_KEY, blob_key, rank_keys, state_key
 from shardopt.portable.manifest import (
     AbsentEntry,
     ElementwiseEntry,
@@ -24,6 +25,7 @@ from shardopt.portable.manifest import (
     Manifest,
     OptimizerRecord,
     ParameterRecord,
+    PerRankEntry,
     ValueEntry,
     WholeEntry,
 )
@@ -71,10 +73,11 @@ def export(inventory: Inventory) -> Export:
     """Describes live state without changing or copying it (0-d values apart).
 
     Raises:
-        PlacementError: an entry has no known place; every one is listed.
+        PlacementError: an entry has no known place, or an optimizer keeps tensors beside its state; all are listed.
         PresentationError: the groups no longer hold the parameters they were wrapped with.
     """
     inventory.check_groups()
+    inventory.refuse_side_storage()
     notes = inventory.refuse_stray_state()
     groups = inventory.groups()
     handles: dict[str, Handle] = {}
@@ -101,7 +104,7 @@ def export(inventory: Inventory) -> Export:
     digest.update(raw)
     if inventory.world_size > 1:
         for tracked in inventory.tracked:
-            if not isinstance(tracked.param, DTensor):
+            if not (isinstance(tracked.param, DTensor) or inventory.is_per_rank(tracked)):
                 digest_replicated(digest, inventory.state_of(tracked))
     handles[MANIFEST_KEY] = BytesHandle.of(raw)
     return Export(handles, manifest, digest.digest(), notes)
@@ -150,6 +153,8 @@ def handle_for(tracked: Tracked, live: Tensor | None) -> BoxHandle:
 def _export_parameter(
     tracked: Tracked, inventory: Inventory, group: dict[str, Any], handles: dict[str, Handle]
 ) -> ParameterRecord:
+    if inventory.is_per_rank(tracked):
+        return _export_own(tracked, inventory, handles)
     known = inventory.known_entries(tracked, group)
     entries: dict[str, Entry] = {}
     whole: dict[str, Any] = {}
@@ -186,6 +191,22 @@ def _export_parameter(
         aliases=tracked.name.aliases,
         entries=entries,
         blob=blob,
+    )
+
+
+def _export_own(tracked: Tracked, inventory: Inventory, handles: dict[str, Handle]) -> ParameterRecord:
+    """Describes the state that this rank does not share with any other."""
+    packed = pack(dict(inventory.state_of(tracked) or {}), tracked.fqn)
+    layout_key, bytes_key = rank_keys(inventory.own_index or 0, tracked.fqn)
+    _put(handles, layout_key, BytesHandle.of(json.dumps(packed.entries()).encode()), tracked)
+    _put(handles, bytes_key, BytesHandle.make(packed.chunks, packed.total_bytes), tracked)
+    return ParameterRecord(
+        shape=tracked.shape,
+        dtype=dtype_name(tracked.param.dtype),
+        group=tracked.group,
+        optimizer=tracked.optimizer,
+        aliases=tracked.name.aliases,
+        entries={"": PerRankEntry()},
     )
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "Manifest",
     "OptimizerRecord",
     "ParameterRecord",
+    "PerRankEntry",
     "ValueEntry",
     "WholeEntry",
     "raise_problems",
@@ -85,7 +86,14 @@ class WholeEntry:
     packing: Json
 
 
-Entry: TypeAlias = ElementwiseEntry | AbsentEntry | ValueEntry | WholeEntry
+@dataclass(frozen=True, slots=True)
+class PerRankEntry:
+    """Each rank has state of its own, which it alone describes, under ``rank.<index>.layout.<fqn>`` and ``.blob.``."""
+
+    layout: ClassVar[str] = "per_rank"
+
+
+Entry: TypeAlias = ElementwiseEntry | AbsentEntry | ValueEntry | WholeEntry | PerRankEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from shardopt.portable.manifest import (
     Manifest,
     OptimizerRecord,
     ParameterRecord,
+    PerRankEntry,
     ValueEntry,
     WholeEntry,
     raise_problems,
@@ -38,6 +39,7 @@ _ENTRY_FIELDS = {
     "absent": frozenset(("layout",)),
     "value": frozenset(("layout", "value")),
     "whole": frozenset(("layout", "packing")),
+    "per_rank": frozenset(("layout",)),
 }
 
 _ABSENT = AbsentEntry()
@@ -176,6 +178,8 @@ class _Reader:
             return ElementwiseEntry(self.text(fields, "dtype", where))
         if layout == "value":
             return ValueEntry(fields.get("value"))
+        if layout == "per_rank":
+            return PerRankEntry()
         return WholeEntry(fields.get("packing")) if layout == "whole" else _ABSENT
 
     def fields(self, encoded: Json, where: str, names: Set[str]) -> _Object:

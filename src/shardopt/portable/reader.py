@@ -11,8 +11,8 @@ from shardopt.errors import FormatError, LoadError, ShardoptError
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.export import handle_for
 from shardopt.portable.handles import BytesHandle, Handle
-from shardopt.portable.keys import MANIFEST_KEY, blob_key, state_key
-from shardopt.portable.manifest import ElementwiseEntry, Manifest
+from shardopt.portable.keys import MANIFEST_KEY, blob_key, rank_keys, state_key
+from shardopt.portable.manifest import ElementwiseEntry, Manifest, PerRankEntry
 from shardopt.portable.manifest_reader import read_manifest
 from shardopt.portable.matching import match_names
 from shardopt.portable.storage import Storage, foreign
@@ -22,7 +22,11 @@ __all__ = ["read_checkpoint"]
 
 
 def read_checkpoint(
-    path: str | os.PathLike[str], tracked: Mapping[str, Tracked], *, prefix: str | None = None
+    path: str | os.PathLike[str],
+    tracked: Mapping[str, Tracked],
+    *,
+    prefix: str | None = None,
+    own_index: int | None = None,
 ) -> dict[str, Handle]:
     """Reads what the checkpoint has for these parameters into scratch. Not collective; touches no live state.
 
@@ -30,6 +34,7 @@ def read_checkpoint(
         path: directory written by ``dcp.save``, of a wrapped optimizer or of what torch's ``get_optimizer_state_dict``
             returned for an unwrapped one.
         tracked: live parameters by FQN.
+        own_index: whose state is read of parameters of which every rank has saved its own.
         prefix: key of the optimizer in the saved dict (``"optim"``); found by itself when there is only one.
 
     Returns:
@@ -40,7 +45,7 @@ def read_checkpoint(
             or has a manifest that is damaged or of an unknown format version.
     """
     try:
-        return _read_all(path, tracked, prefix)
+        return _read_all(path, tracked, prefix, own_index)
     except ShardoptError:
         raise
     except Exception as error:
@@ -49,7 +54,9 @@ def read_checkpoint(
         ) from error
 
 
-def _read_all(path: str | os.PathLike[str], tracked: Mapping[str, Tracked], prefix: str | None) -> dict[str, Handle]:
+def _read_all(
+    path: str | os.PathLike[str], tracked: Mapping[str, Tracked], prefix: str | None, own_index: int | None
+) -> dict[str, Handle]:
     storage = Storage(path)
     own = [
         key.removesuffix(MANIFEST_KEY)
@@ -59,7 +66,7 @@ def _read_all(path: str | os.PathLike[str], tracked: Mapping[str, Tracked], pref
     # Below an own root they are parameters' names.
     others = [root for root in torch_roots(storage) if not any(root.startswith(one) for one in own)]
     root = _choose_root(storage, [*own, *others], prefix)
-    return _read_own(storage, root, tracked) if root in own else read_torch_format(storage, root, tracked)
+    return _read_own(storage, root, tracked, own_index) if root in own else read_torch_format(storage, root, tracked)
 
 
 def _read_manifest(storage: Storage, root: str) -> tuple[BytesHandle, Manifest]:
@@ -74,20 +81,10 @@ def _read_manifest(storage: Storage, root: str) -> tuple[BytesHandle, Manifest]:
         raise LoadError(f"{storage.path}: {error}") from error
 
 
-def _read_own(storage: Storage, root: str, tracked: Mapping[str, Tracked]) -> dict[str, Handle]:
+def _read_own(storage: Storage, root: str, tracked: Mapping[str, Tracked], own_index: int | None) -> dict[str, Handle]:
     path = storage.path
     manifest_handle, manifest = _read_manifest(storage, root)
-    handles: dict[str, Handle] = {}
-    stored_as: dict[str, str] = {}
-    for fqn, saved_fqn in match_names(tracked, manifest).saved_as.items():
-        parameter = manifest.parameters[saved_fqn]
-        for name, entry in parameter.entries.items():
-            if isinstance(entry, ElementwiseEntry):
-                handles[state_key(fqn, name)] = handle_for(tracked[fqn], None)
-                stored_as[state_key(fqn, name)] = state_key(saved_fqn, name)
-        if parameter.blob is not None:
-            handles[blob_key(fqn)] = BytesHandle.of(b"")
-            stored_as[blob_key(fqn)] = blob_key(saved_fqn)
+    handles, stored_as = _wanted(tracked, manifest, own_index)
     saved = storage.entries
     lost = [key for key in stored_as.values() if root + key not in saved]
     if lost:
@@ -113,6 +110,28 @@ def _read_own(storage: Storage, root: str, tracked: Mapping[str, Tracked]) -> di
             del rest[key]
     handles[MANIFEST_KEY] = manifest_handle
     return handles
+
+
+def _wanted(
+    tracked: Mapping[str, Tracked], manifest: Manifest, own_index: int | None
+) -> tuple[dict[str, Handle], dict[str, str]]:
+    """Handles for all that is to be read, and the key under which each is stored."""
+    handles: dict[str, Handle] = {}
+    stored_as: dict[str, str] = {}
+    for fqn, saved_fqn in match_names(tracked, manifest).saved_as.items():
+        parameter = manifest.parameters[saved_fqn]
+        for name, entry in parameter.entries.items():
+            if isinstance(entry, ElementwiseEntry):
+                handles[state_key(fqn, name)] = handle_for(tracked[fqn], None)
+                stored_as[state_key(fqn, name)] = state_key(saved_fqn, name)
+            elif isinstance(entry, PerRankEntry) and own_index is not None and own_index < manifest.world_size:
+                for key, saved_key in zip(rank_keys(own_index, fqn), rank_keys(own_index, saved_fqn), strict=True):
+                    handles[key] = BytesHandle.of(b"")
+                    stored_as[key] = saved_key
+        if parameter.blob is not None:
+            handles[blob_key(fqn)] = BytesHandle.of(b"")
+            stored_as[blob_key(fqn)] = blob_key(saved_fqn)
+    return handles, stored_as
 
 
 def _choose_root(storage: Storage, roots: Sequence[str], prefix: str | None) -> str:

@@ -131,4 +131,10 @@ def explain(inventory: Inventory, scope: Scope, consensus: str) -> str:
         for part in inventory.parts
     ]
     where = f"ranks {list(scope.ranks)}" if scope.size > 1 else "one rank"
-    return "\n".join([*lines, f"{len(inventory.tracked)} parameters over {where}; consensus={consensus!r}"])
+    lines.append(f"{len(inventory.tracked)} parameters over {where}; consensus={consensus!r}")
+    plain = [one.fqn for one in inventory.tracked if not isinstance(one.param, DTensor) and one.param.requires_grad]
+    if plain and scope.size > 1:
+        held = "the same on every rank" if inventory.own_index is None else "each rank's own"
+        more = f" and {len(plain) - 20} more" * (len(plain) > 20)
+        lines.append(f"not sharded, {held}: {', '.join(plain[:20])}{more}")
+    return "\n".join(lines)

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardopt.errors import NamingError, PlacementError
 from shardopt.layouts.catalog import spec_of
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.identity import Identity
 from shardopt.presentation.presentation import Choice, Presentation
+from shardopt.presentation.side_storage import side_storage
 
 __all__ = ["Inventory", "Part"]
 
@@ -29,11 +31,24 @@ class Part:
 
 @dataclass(slots=True)
 class Inventory:
-    """The wrapper's parts and parameters, in the order of their groups."""
+    """The wrapper's parts and parameters, in the order of their groups.
+
+    Attributes:
+        parts: inner optimizers with their presentations.
+        world_size: number of ranks that hold the parameters.
+        models: the modules that name the parameters.
+        own_index: this rank's place among the ranks, if each keeps state of its own for parameters that are not
+            sharded; None if that state is the same on all of them.
+        identity: tells whether the models still hold these parameters.
+        tracked: all parameters.
+        by_fqn: the same by name.
+        by_id: the same by the object.
+    """
 
     parts: list[Part]
     world_size: int
     models: Sequence[nn.Module] = ()
+    own_index: int | None = None
     identity: Identity = field(init=False)
     tracked: list[Tracked] = field(default_factory=list)
     by_fqn: dict[str, Tracked] = field(default_factory=dict)
@@ -82,6 +97,16 @@ class Inventory:
         if problems:
             raise NamingError("\n".join(problems))
 
+    def refuse_side_storage(self) -> None:
+        """Checks that the wrapped optimizers keep what their steps read in state and groups. For saves and loads.
+
+        Raises:
+            PlacementError: one keeps tensors, or an optimizer with state, in its attributes; all of them are listed.
+        """
+        problems = [problem for part in self.parts for problem in side_storage(part.inner, self.by_id)]
+        if problems:
+            raise PlacementError("\n".join(problems))
+
     def check_groups(self) -> None:
         """Checks that groups and models still hold the parameters they were registered with. For saves and loads.
 
@@ -109,6 +134,10 @@ class Inventory:
         """Element-wise entries the class keeps under the group's options; None when the class is unknown."""
         spec = spec_of(self.part_of(tracked).inner)
         return None if spec is None else spec.entries(group)
+
+    def is_per_rank(self, tracked: Tracked) -> bool:
+        """Whether the parameter's state is each rank's own."""
+        return self.own_index is not None and not isinstance(tracked.param, DTensor)
 
     def optional_entries(self, tracked: Tracked) -> tuple[str, ...]:
         """Element-wise entries that may be left from before an option of the group was changed."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from shardopt.scope import Scope
 from shardopt.staging.poison import fingerprint
 
-__all__ = ["Consensus", "check_consensus"]
+__all__ = ["Consensus", "check_options"]
 
 _MODES = ("every-step", "checkpoint", "off")
+_PLAIN = ("replicated", "per_rank")
 
 
-def check_consensus(mode: str, vote_timeout_s: float) -> None:
-    """Raises ValueError unless the mode is known and the time-out positive."""
+def check_options(mode: str, vote_timeout_s: float, plain: str) -> None:
+    """Raises ValueError unless the options of a wrapper are known and its time-out is positive."""
+    if plain not in _PLAIN:
+        raise ValueError(f"plain={plain!r} is unknown; expected one of {', '.join(map(repr, _PLAIN))}.")
     if mode not in _MODES:
         raise ValueError(f"consensus={mode!r} is unknown; expected one of {', '.join(map(repr, _MODES))}.")
     if not vote_timeout_s > 0:

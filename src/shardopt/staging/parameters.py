@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,8 @@ from shardopt.errors import FormatError
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.encode import decode
 from shardopt.portable.handles import BoxHandle, BytesHandle
-from shardopt.portable.keys import blob_key, state_key
-from shardopt.portable.manifest import ElementwiseEntry, Manifest, ParameterRecord, ValueEntry, WholeEntry
+from shardopt.portable.keys import blob_key, rank_keys, state_key
+from shardopt.portable.manifest import ElementwiseEntry, Manifest, ParameterRecord, PerRankEntry, ValueEntry, WholeEntry
 from shardopt.portable.packing import unpack
 from shardopt.portable.scratch import Scratch
 from shardopt.portable.tagged import Json
@@ -102,6 +103,15 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
             f"fresh=[{tracked.fqn!r}] starts it anew."
         )
         return plan
+    if any(isinstance(entry, PerRankEntry) for entry in saved.entries.values()):
+        _plan_own(plan, tracked, inventory, source, report)
+    else:
+        _plan_entries(plan, tracked, inventory, source, report)
+    return plan
+
+
+def _plan_entries(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
+    saved = source.record(tracked)
     live = inventory.state_of(tracked) or {}
     whole: dict[str, Any] = {}
     if any(isinstance(entry, WholeEntry) for entry in saved.entries.values()):
@@ -115,7 +125,10 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
         elif isinstance(entry, ValueEntry):
             group = inventory.groups()[tracked.group]
             device = inventory.scalar_device(tracked, group, name)
-            _place_value(plan, name, decode(entry.value), live.get(name), device)
+            value = decode(entry.value)
+            if isinstance(value, Tensor):
+                _judge_values(f"{tracked.fqn}: state {name!r}", value, source.options, report)
+            _place_value(plan, name, value, live.get(name), device)
         elif isinstance(entry, WholeEntry):
             if name in whole:
                 _place_value(plan, name, whole[name], live.get(name), tracked.local.device)
@@ -125,7 +138,6 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
         report.restored.append(state_key(tracked.fqn, name))
     if plan.keep:
         _refuse_incomplete(tracked, inventory, source, report)
-    return plan
 
 
 def _refuse_incomplete(tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
@@ -140,6 +152,44 @@ def _refuse_incomplete(tracked: Tracked, inventory: Inventory, source: Source, r
             f"{tracked.fqn}: the checkpoint has state {sorted(saved.entries)} of it, but not {lost}, which this "
             "optimizer needs under its present options; build it with the options it was saved with."
         )
+
+
+def _plan_own(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
+    """Plans the state that this rank alone has saved for the parameter."""
+    label = f"{tracked.fqn}: its state on this rank"
+    world_size = source.manifest.world_size
+    if not inventory.is_per_rank(tracked):
+        report.problems.append(
+            f"{tracked.fqn}: each of {world_size} ranks has saved state of its own; wrap it unsharded, on as many "
+            "ranks, with plain='per_rank'."
+        )
+        return
+    if world_size != inventory.world_size:
+        report.problems.append(
+            f"{tracked.fqn}: each of {world_size} ranks has saved state of its own, and this optimizer has "
+            f"{inventory.world_size}; resume on {world_size} ranks, or start it anew: fresh=[{tracked.fqn!r}]."
+        )
+        return
+    layout_key, bytes_key = rank_keys(inventory.own_index or 0, tracked.fqn)
+    layout = bytes_of(source.handles.get(layout_key), f"{label} (layout)", source.from_storage, report)
+    data = bytes_of(source.handles.get(bytes_key), label, source.from_storage, report)
+    if layout is None or data is None:
+        return
+    try:
+        value = unpack(json.loads(layout.numpy().tobytes()), data, copy=True, path=tracked.fqn)
+    except (FormatError, ValueError) as error:
+        report.problems.append(f"{label}: {error}")
+        return
+    live = inventory.state_of(tracked) or {}
+    group = inventory.groups()[tracked.group]
+    for name, item in (value if isinstance(value, dict) else {}).items():
+        scalar = isinstance(item, Tensor) and item.dim() == 0
+        device = inventory.scalar_device(tracked, group, name) if scalar else tracked.local.device
+        if isinstance(item, Tensor):
+            _judge_values(f"{tracked.fqn}: state {name!r}", item, source.options, report)
+        _place_value(plan, name, item, live.get(name), device)
+        plan.keep.append(name)
+        report.restored.append(state_key(tracked.fqn, name))
 
 
 def plan_fresh(tracked: Tracked, inventory: Inventory) -> ParameterPlan:

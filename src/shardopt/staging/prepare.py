@@ -66,9 +66,11 @@ def prepare(inventory: Inventory, state_dict: Mapping[str, Any], options: LoadOp
     """Plans a load from the portable state, reading live state and changing none of it.
 
     Raises:
+        PlacementError: an optimizer keeps tensors beside its state, which would be those of before the load.
         PresentationError: the groups no longer hold the parameters they were wrapped with.
     """
     inventory.check_groups()
+    inventory.refuse_side_storage()
     report = Report()
     opened = _open_manifest(state_dict, report)
     if opened is None:
