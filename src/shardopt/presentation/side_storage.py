@@ -1,0 +1,58 @@
+"""What an optimizer keeps as attributes, beside its state: its step may read it, and no state dict has it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["side_storage"]
+
+# Saved, or made anew by GradScaler for each step.
+_KNOWN = frozenset({"state", "param_groups", "defaults", "grad_scale", "found_inf"})
+
+
+def side_storage(inner: torch.optim.Optimizer, saved: Container[int]) -> list[str]:
+    """Where the optimizer holds tensors, or optimizers with state, that are not in its groups and its state.
+
+    Looks into attributes and containers in them, not into other objects.
+
+    Args:
+        inner: the optimizer.
+        saved: ids of parameters.
+
+    Returns:
+        One sentence for each attribute.
+    """
+    in_groups = {id(value) for group in inner.param_groups for value in group.values()}
+    problems: list[str] = []
+    for name, value in vars(inner).items():
+        found = () if name in _KNOWN else _found(value, inner, set())
+        for what in (item for item in found if id(item) not in saved and id(item) not in in_groups):
+            kind = f"a tensor of shape {tuple(what.shape)}" if isinstance(what, Tensor) else "an optimizer with state"
+            problems.append(
+                f"{type(inner).__name__}.{name} holds {kind} that is in no state and no parameter group; nothing says "
+                "where it belongs. Keep it in state, per parameter, or in a parameter group."
+            )
+            break
+    return problems
+
+
+def _found(value: Any, inner: torch.optim.Optimizer, seen: set[int]) -> Iterator[Any]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, torch.optim.Optimizer):
+        if value is not inner and value.state is not inner.state and value.state:
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _found(item, inner, seen)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        for item in value:
+            yield from _found(item, inner, seen)
