@@ -58,7 +58,7 @@ def load(how: str, warm: bool) -> str:
 @pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
 @pytest.mark.parametrize("how", ["stock", "path"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_format_1_loads_on_any_number_of_ranks(world_size: int, how: str, warm: bool, ranks: RankPool) -> None:
+def test_format_1_loads_on_any_number_of_ranks_J5(world_size: int, how: str, warm: bool, ranks: RankPool) -> None:
     assert ranks.run(world_size, load, how, warm) == [EXPECTED] * world_size
 
 

@@ -63,7 +63,7 @@ def test_the_scalars_of_some_classes_are_beside_the_parameter() -> None:
         assert device == torch.device("meta" if beside else "cpu")
 
 
-def test_state_of_a_tensor_in_no_group_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_of_a_tensor_in_no_group_is_left_out_and_said_once_A18(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(3, 2)
     inner = torch.optim.AdamW([model.weight])
     optimizer = ShardedStateOptimizer(inner, model)
