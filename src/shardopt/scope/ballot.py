@@ -8,7 +8,8 @@ from datetime import timedelta
 
 from torch import distributed as dist
 
-from shardopt.scope.record import Record, facts_if_all_well
+from shardopt.scope.record import Record, facts_if_well
+from shardopt.scope.tally import Tally
 from shardopt.scope.verdict import Verdict, all_well, judge
 
 __all__ = ["FIRST_VERDICT", "Ballot", "peek"]
@@ -27,14 +28,19 @@ _SWEEP = 32
 class Ballot:
     """Votes of a fixed set of ranks over a store, one after the other, each with exactly one verdict.
 
-    In vote ``n`` every rank sets its record. The first rank of the scope waits for all of them and publishes
-    the verdict; whoever reaches its deadline before that publishes it over the records that are there.
+    In vote ``n`` every rank sets its record and then adds itself to the vote's count, which tells whoever comes
+    last that it is the last, and whether all have said the same. It publishes the verdict; the others wait for it.
+    Whoever reaches its deadline before that closes the count and publishes a verdict over the records that are there.
     ``compare_set`` lets the first verdict stand, and every rank, the late included, acts on that one only.
     So no rank leaves with another verdict than its peers, and the sequence numbers stay in step.
 
-    Keys: ``v/<n>``, a verdict, may go once a later verdict has a record of every rank: a rank that votes again
-    has read it. ``r/<n>/<index>``, a record, may go when its rank votes again: nobody needs it by then. Both do
-    so a few dozen at a time. The first rank overwrites one record, ``r/first``, instead of leaving new ones.
+    That all are well is published without a question, and is known to the last rank after a single one. It may be,
+    because the count was complete before anybody closed it: whoever closes it later finds all records, and judges
+    them the same.
+
+    Keys: ``v/<n>``, a verdict, and ``c/<n>``, a count, may go once a later verdict has a record of every rank: a
+    rank that votes again has read it. ``r/<n>/<index>``, a record, may go when its rank votes again: nobody needs it
+    by then. All do so a few dozen at a time. The first rank overwrites one record, ``r/first``, instead.
 
     A store whose host is stopped stops its votes, past the deadline, until the host runs again or the
     connection breaks: nobody could know what verdict the host has already read.
@@ -54,7 +60,8 @@ class Ballot:
         self._ranks = tuple(ranks)
         self._index = index
         self._timeout_s = timeout_s
-        self._written: list[str] = []  # keys, the oldest first, of which only the last may still have to be read
+        self._tally = Tally(len(self._ranks))
+        self._written: list[list[str]] = []  # keys of each vote, the oldest first; only the last may still be needed
         self._stale: list[str] = []  # keys that go at this rank's next sweep
 
     def cast(
@@ -66,7 +73,7 @@ class Ballot:
             record: this rank's word; its sequence number is filled in here.
             leave: publish a verdict at once, over the records that are there, instead of waiting for
                 more; for a rank that has failed and will not be back.
-            interrupt: asked again and again while waiting; a verdict that it returns is published.
+            interrupt: in the first vote, asked again and again while waiting; a verdict it returns is published.
 
         Raises:
             DistNetworkError: the store is gone.
@@ -74,11 +81,8 @@ class Ballot:
         data = record.encode(self.sequence + 1)
         # Counted before anything is written: whatever interrupts this vote, the next one has its own number.
         self.sequence += 1
-        # torch's stub says text; bytes are what it is for
-        self.store.set(self._record_key(self._index), data)  # pyrefly: ignore[bad-argument-type]
-        # One rank deletes the verdicts for all.
-        self._written.append(self._record_key(self._index) if self._index else _verdict_key(self.sequence))
-        verdict = self._close(None) if leave else self._outcome(data, interrupt)
+        share, count = self._arrive(data)
+        verdict = self._close(None) if leave else self._outcome(data, share, count, interrupt)
         self._clear(verdict)
         return verdict
 
@@ -86,21 +90,32 @@ class Ballot:
         """The values of keys, or None when they are not all there before the deadline."""
         return self._await(list(keys), lambda: False)
 
-    def _outcome(self, own: bytes, interrupt: Callable[[], Verdict | None] | None) -> Verdict:
-        """Waits for the verdict or, on the first rank, for what it is made from."""
+    def _arrive(self, data: bytes) -> tuple[int, int]:
+        """Leaves the record, then counts this rank in: what it adds, and the count after that."""
+        # torch's stub says text; bytes are what it is for
+        self.store.set(self._record_key(self._index), data)  # pyrefly: ignore[bad-argument-type]
+        # What has no owner is deleted by the first rank, for all.
+        shared = [_verdict_key(self.sequence), self._count_key()]
+        self._written.append([self._record_key(self._index)] if self._index else shared)
+        share = self._tally.share(data)
+        return share, self.store.add(self._count_key(), share)
+
+    def _outcome(self, own: bytes, share: int, count: int, interrupt: Callable[[], Verdict | None] | None) -> Verdict:
+        """The verdict: this rank's, if it is the last to arrive, else the one it waits for."""
+        if self._tally.is_last(count):
+            facts = facts_if_well(own)
+            # The first vote of a scope may be given a verdict from outside, so there nothing is published unasked.
+            if facts is not None and self.sequence > 1 and self._tally.is_unanimous(count, share):
+                verdict = all_well(facts)
+                self.store.set(_verdict_key(self.sequence), verdict)
+                return Verdict.decode(verdict.encode())
+            return self._publish(judge(self._ranks, self._records(all_there=True)).encode())
         keys = [_verdict_key(self.sequence)]
-        if self._index == 0:
-            keys = [self._record_key(index) for index in range(1, len(self._ranks))]
         found = self._await(keys, lambda: self._is_decided(interrupt), block=interrupt is None)
-        if not found:
-            decided = peek(self.store, _verdict_key(self.sequence))
-            return self._close(self._timeout_s) if decided is None else Verdict.decode(decided)
-        if self._index:
+        if found:
             return Verdict.decode(found[0])
-        facts = facts_if_all_well([own, *found])
-        if facts is not None:
-            return self._publish(all_well(facts))
-        return self._publish(judge(self._ranks, [Record.decode(data) for data in (own, *found)]).encode())
+        decided = peek(self.store, keys[0])
+        return self._close(self._timeout_s) if decided is None else Verdict.decode(decided)
 
     def _await(self, keys: list[str], give_up: Callable[[], bool], *, block: bool = True) -> list[bytes] | None:
         """The values of keys as soon as all are there; None when it was given up or the deadline has passed."""
@@ -120,14 +135,19 @@ class Ballot:
         return self.store.check([_verdict_key(self.sequence)])
 
     def _close(self, waited_s: float | None) -> Verdict:
-        """Publishes a verdict over the records that are there."""
+        """Publishes a verdict over the records that are there, once nobody can decide otherwise without them."""
+        self.store.add(self._count_key(), self._tally.closed)
+        return self._publish(judge(self._ranks, self._records(), waited_s=waited_s).encode())
+
+    def _records(self, *, all_there: bool = False) -> list[Record | None]:
+        keys = [self._record_key(index) for index in range(len(self._ranks))]
+        found = _get(self.store, keys) if all_there else None
         records: list[Record | None] = []
-        for index in range(len(self._ranks)):
-            data = peek(self.store, self._record_key(index))
+        for data in [peek(self.store, key) for key in keys] if found is None else found:
             record = None if data is None else Record.decode(data)
             # The record that is overwritten may be of another vote. Of a later one: then the verdict is out already.
             records.append(record if record and record.sequence == self.sequence else None)
-        return self._publish(judge(self._ranks, records, waited_s=waited_s).encode())
+        return records
 
     def _publish(self, encoded: str) -> Verdict:
         """The verdict that stands: this one, unless there is one already."""
@@ -136,11 +156,15 @@ class Ballot:
     def _clear(self, verdict: Verdict) -> None:
         """Takes the keys nobody needs any more out of the store, once there are enough of them."""
         if self._index or verdict.complete:
-            self._stale += self._written[:-1]
+            for keys in self._written[:-1]:
+                self._stale += keys
             del self._written[:-1]
         if len(self._stale) >= _SWEEP:
             while self._stale:
                 self.store.delete_key(self._stale.pop())
+
+    def _count_key(self) -> str:
+        return f"c/{self.sequence}"
 
     def _record_key(self, index: int) -> str:
         return f"r/{self.sequence}/{index}" if index else "r/first"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ __all__ = [
     "Status",
     "cut",
     "describe",
-    "facts_if_all_well",
+    "facts_if_well",
 ]
 
 RECORD_BYTES = 512
@@ -102,16 +101,11 @@ class Record(NamedTuple):
             raise ScopeError("a vote found bytes of something else where a record belongs") from error
 
 
-def facts_if_all_well(records: Sequence[bytes]) -> int | None:
-    """The bitwise OR of the facts of encoded records, if all are well and say the same; else None.
-
-    Nearly every vote ends here, without a record being decoded.
-    """
-    if len({data[:_FACTS_AT] for data in records}) != 1 or records[0][0] != Status.OK:
+def facts_if_well(data: bytes) -> int | None:
+    """The facts of an encoded record whose rank is well; None if it is not."""
+    if data[0] != Status.OK:
         return None
-    facts = 0
-    for data in records:
-        facts |= _FACTS.unpack_from(data, _FACTS_AT)[0]
+    facts: int = _FACTS.unpack_from(data, _FACTS_AT)[0]
     return facts
 
 

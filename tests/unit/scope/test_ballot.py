@@ -41,10 +41,11 @@ def ballots(store: dist.Store) -> list[Ballot]:
     return [Ballot(dist.PrefixStore("s", store), RANKS, index, timeout_s=TIMEOUT_S) for index in range(3)]
 
 
-def arrive(ballot: Ballot) -> None:
+def arrive(ballot: Ballot, record: Record = STEP) -> None:
     """Leaves the rank's record for its next vote, and does not wait."""
+    data = record.encode(ballot.sequence + 1)
     ballot.sequence += 1
-    ballot.store.set(ballot._record_key(ballot._index), STEP.encode(ballot.sequence))
+    ballot._arrive(data)
 
 
 def vote_with_the_first_rank_last(ballots: list[Ballot]) -> None:
@@ -53,9 +54,64 @@ def vote_with_the_first_rank_last(ballots: list[Ballot]) -> None:
     assert ballots[0].cast(STEP).complete
 
 
-def test_the_first_rank_decides_when_all_records_are_there(ballots: list[Ballot]) -> None:
+def test_the_last_rank_decides_without_waiting(ballots: list[Ballot]) -> None:
     vote_with_the_first_rank_last(ballots)
     assert ballots[0].store.check(["v/1"])
+    arrive(ballots[0])
+    arrive(ballots[2])
+    assert ballots[1].cast(STEP).ok
+    assert ballots[0].store.get("v/2") == b"ok 0"
+
+
+@pytest.mark.parametrize("num_votes", [0, 1])
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([Record("step", Status.FAILED, text="ill"), STEP], Verdict(complete=True, facts=1, failures={5: "ill"})),
+        ([Record("step", digest=b"a"), Record("step", digest=b"b")], None),
+        ([Record("save"), STEP], None),
+        ([Record("step", facts=2), Record("step", facts=4)], Verdict(complete=True, facts=7)),
+    ],
+)
+def test_the_last_rank_judges_what_the_others_said(
+    ballots: list[Ballot], others: list[Record], expected: Verdict | None, num_votes: int
+) -> None:
+    for _ in range(num_votes):
+        vote_with_the_first_rank_last(ballots)
+    arrive(ballots[1], others[0])
+    arrive(ballots[2], others[1])
+    verdict = ballots[0].cast(STEP._replace(facts=1))
+    assert verdict == expected if expected else not verdict.ok
+    assert ballots[0].store.get(f"v/{num_votes + 1}") == verdict.encode().encode()
+
+
+def test_equal_failures_do_not_pass_for_agreement(ballots: list[Ballot]) -> None:
+    vote_with_the_first_rank_last(ballots)
+    ill = Record("step", Status.FAILED, text="ill")
+    arrive(ballots[1], ill)
+    arrive(ballots[2], ill)
+    assert ballots[0].cast(ill).failures == {4: "ill", 5: "ill", 6: "ill"}
+
+
+@pytest.mark.parametrize("closer", [1, 2])
+def test_who_arrives_after_the_vote_was_closed_waits_for_that_verdict(ballots: list[Ballot], closer: int) -> None:
+    vote_with_the_first_rank_last(ballots)
+    missing = ballots[closer].cast(STEP)
+    assert missing.missing == tuple(rank for rank in RANKS if rank != RANKS[closer])
+    # All have arrived by then, and all are well: that does not count any more.
+    assert [ballots[index].cast(STEP) for index in (0, 3 - closer)] == [missing, missing]
+
+
+def test_a_closer_between_the_last_rank_and_its_verdict_finds_the_same(ballots: list[Ballot]) -> None:
+    vote_with_the_first_rank_last(ballots)
+    for index in (0, 1):
+        arrive(ballots[index])
+    # The last rank stops after it has been counted, before it publishes; another's deadline passes.
+    arrive(ballots[2])
+    verdict = ballots[1]._close(TIMEOUT_S)
+    assert verdict == Verdict(complete=True)
+    ballots[2].store.set("v/2", "ok 0")
+    assert ballots[0]._close(TIMEOUT_S) == verdict
 
 
 def test_a_deadline_names_the_missing_and_the_late_rank_reads_the_same(ballots: list[Ballot]) -> None:

@@ -16,7 +16,7 @@ from shardopt.scope.record import (
     Status,
     cut,
     describe,
-    facts_if_all_well,
+    facts_if_well,
 )
 
 
@@ -98,26 +98,6 @@ def test_a_problem_is_one_line_with_its_type() -> None:
     assert describe(Unprintable()) == "Unprintable (its text cannot be made: RuntimeError)"
 
 
-WELL = Record("step", digest=b"d", facts=1)
-
-
-def test_equal_well_records_are_judged_without_decoding() -> None:
-    assert facts_if_all_well([WELL.encode(3), Record("step", digest=b"d", facts=1 << 63).encode(3)]) == 1 + (1 << 63)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        Record("step", Status.FAILED, b"d").encode(3),
-        Record("save", digest=b"d").encode(3),
-        Record("step", digest=b"e").encode(3),
-        WELL.encode(4),
-    ],
-)
-def test_records_that_differ_are_not_waved_through(other: bytes) -> None:
-    assert facts_if_all_well([WELL.encode(3), other]) is None
-    assert facts_if_all_well([other, WELL.encode(3)]) is None
-
-
-def test_equal_failures_are_not_waved_through() -> None:
-    assert facts_if_all_well([Record("step", Status.FAILED, text="x").encode(3)] * 2) is None
+def test_facts_are_those_of_a_rank_that_is_well() -> None:
+    assert facts_if_well(Record("step", digest=b"d", facts=1 << 63).encode(3)) == 1 << 63
+    assert facts_if_well(Record("step", Status.FAILED, facts=1).encode(3)) is None
