@@ -110,6 +110,7 @@ def test_a_scheduler_does_not_make_a_compiled_step_compile_again_J9(
     assert lr == 0.125 * 0.5**6
     one.optimizer.load_state_dict(one.optimizer.state_dict())
     assert one.train(range(6, 8)) == [graphs[0]] * 2
+    assert one.inner.param_groups[0]["lr"] is lr
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.optim.lr_scheduler import ExponentialLR
 
-from shardopt import LoadError, ShardedStateOptimizer
+from shardopt import LoadError, PlacementError, ShardedStateOptimizer
 from tests.support.rules import groups, state, weights
 from tests.support.snapshot import snapshot
 from tests.support.tamper import read_tensors, rewritten
@@ -346,3 +346,13 @@ def test_empty_containers_are_values_like_others_A19(how: str, tmp_path: Path) -
     held = optimizer.state[other["a"].weight]
     assert held == EMPTIES
     assert [type(value) for value in held.values()] == [type(value) for value in EMPTIES.values()]
+
+
+def test_every_entry_that_cannot_be_saved_is_named_A13() -> None:
+    optimizer, model = wrapped(1)
+    optimizer.state[model["a"].weight] |= {"odd": object(), "strange": [lambda: None]}
+    optimizer.state[model["b"].weight][3] = 1  # type: ignore[index]
+    with pytest.raises(PlacementError) as caught:
+        optimizer.state_dict()
+    for text in ("a.weight.odd", "a.weight.strange[0]", "b.weight: state key 3 is a int; only strings are saved"):
+        assert text in str(caught.value)

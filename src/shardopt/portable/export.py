@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardopt.errors import PlacementError
-from shardopt.layouts.infer import Elementwise, Value, infer
+from shardopt.layouts.infer import Elementwise, Layout, Value, infer
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.encode import encode
 from shardopt.portable.handles import BoxHandle, BytesHandle, Handle
@@ -160,19 +160,21 @@ def _export_parameter(
     whole: dict[str, Any] = {}
     boxes: dict[str, Tensor | None] = dict.fromkeys(known or ())
     shaped = {*boxes, *inventory.optional_entries(tracked)}
+    problems: list[str] = []
     for name, value in (inventory.state_of(tracked) or {}).items():
-        if not isinstance(name, str):
-            raise PlacementError(
-                f"{tracked.fqn}: state key {name!r} is a {type(name).__name__}; only strings are saved."
-            )
-        layout = infer(tracked, name, value, elementwise=isinstance(value, Tensor) and name in shaped)
-        if isinstance(layout, Elementwise):
-            boxes[name] = layout.local
-            entries[name] = ElementwiseEntry(dtype_name(layout.local.dtype))
-        elif isinstance(layout, Value):
-            entries[name] = ValueEntry(encode(layout.value, f"{tracked.fqn}.{name}"))
-        else:
-            whole[name] = layout.value
+        try:
+            layout = _layout_of(tracked, name, value, elementwise=isinstance(value, Tensor) and name in shaped)
+            if isinstance(layout, Elementwise):
+                boxes[name] = layout.local
+                entries[name] = ElementwiseEntry(dtype_name(layout.local.dtype))
+            elif isinstance(layout, Value):
+                entries[name] = ValueEntry(encode(layout.value, f"{tracked.fqn}.{name}"))
+            else:
+                whole[name] = layout.value
+        except PlacementError as error:
+            problems.append(str(error))
+    if problems:
+        raise PlacementError("\n".join(problems))
     for name, live in boxes.items():
         _put(handles, state_key(tracked.fqn, name), handle_for(tracked, live), tracked)
         entries.setdefault(name, AbsentEntry())
@@ -192,6 +194,12 @@ def _export_parameter(
         entries=entries,
         blob=blob,
     )
+
+
+def _layout_of(tracked: Tracked, name: object, value: object, *, elementwise: bool) -> Layout:
+    if not isinstance(name, str):
+        raise PlacementError(f"{tracked.fqn}: state key {name!r} is a {type(name).__name__}; only strings are saved.")
+    return infer(tracked, name, value, elementwise=elementwise)
 
 
 def _export_own(tracked: Tracked, inventory: Inventory, handles: dict[str, Handle]) -> ParameterRecord:
