@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt scripts/make_venv.sh $(wildcard cs
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q
 export PYTHON
 
-.PHONY: help demo test lint format compat bench clean
+.PHONY: help demo test lint format compat cross bench clean
 
 help:
 	@echo "make demo      train on 2 ranks, save, resume on 2, 4 and 1; prints a table, writes demo/loss.png"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint      linters and type checker alone"
 	@echo "make format    let ruff and clang-format rewrite the sources"
 	@echo "make compat    the tests on another torch, TORCH=$(TORCH)"
+	@echo "make cross     state written by torch $(DEV_TORCH) and by TORCH=$(TORCH), read by the other"
 	@echo "make bench     step and checkpoint benchmarks"
 	@echo "make clean     remove environments and build folders"
 
@@ -53,6 +54,10 @@ demo: .venv/.installed
 bench: .venv/.installed
 	.venv/bin/python benchmarks/step.py
 	.venv/bin/python benchmarks/checkpoint.py
+
+# State written by either torch is read by the other.
+cross: .venv/.installed $(COMPAT)/.installed
+	@scripts/cross_torch.sh .venv/bin/python $(COMPAT)/bin/python
 
 clean:
 	rm -rf .venv .venv-torch-* build dist demo

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardopt import ShardedStateOptimizer
 
 DIRECTORY = Path(__file__).resolve().parent
-FORMAT1 = DIRECTORY / "format1"
+# scripts/cross_torch.sh has other checkpoints of the same optimizer read.
+FORMAT1 = Path(os.environ.get("GOLDEN_FOLDER", DIRECTORY / "format1"))
 STEPS = 2
 
 
