@@ -15,9 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardopt import ShardedStateOptimizer
+from shardopt import RankFailureError, ShardedStateOptimizer
 from shardopt.torch_compat import same_spec
 from tests.support.models import Shape, SmallModel, Topology, build, local_part, local_tensor
+from tests.support.snapshot import snapshot
 
 SHAPE = Shape(rows=(1, 3), width=17, hidden=5)
 """17 columns and 5 rows: tensor parallelism over 2 ranks cuts both unevenly, and FSDP what is left of the rows."""
@@ -301,3 +302,31 @@ def stages_job(path: str, own_keys: bool) -> tuple[dict[str, Any], dict[str, Any
     other, fresh = stage()
     dcp.load({key: fresh}, checkpoint_id=path)
     return whole_moments(model, optimizer), whole_moments(other, fresh)
+
+
+def unlike_targets_job(path: str, what: str, how: str) -> tuple[str, str, list[str], dict[str, Any]]:
+    """Loads into optimizers that are not the same on both ranks.
+
+    Returns:
+        Type and text of the error, what it changed, and what is held afterwards if there was none.
+    """
+    options: dict[str, Any] = {"lr": 0.25 * (1 + dist.get_rank())} if what == "lr" else {}
+    if what == "options":
+        options = {"amsgrad": bool(dist.get_rank())}
+    model = Layers()
+    fully_shard(model)
+    inner = torch.optim.AdamW(model.parameters(), **{"lr": 0.5, **options})
+    optimizer = ShardedStateOptimizer(inner, model, vote_timeout=VOTE_TIMEOUT_S)
+    if what == "state":
+        step_numbered(model, optimizer)
+        if dist.get_rank():
+            optimizer.state.clear()
+    before = snapshot(optimizer, model)
+    try:
+        if how == "path":
+            optimizer.prepare_load(path).commit()
+        else:
+            dcp.load({"optim": optimizer}, checkpoint_id=path)
+    except RankFailureError as error:
+        return type(error).__name__, str(error), before.diff(snapshot(optimizer, model)), {}
+    return "", "", [], whole_moments(model, optimizer)

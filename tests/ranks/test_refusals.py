@@ -307,7 +307,7 @@ def ways(case: Case) -> tuple[str, ...]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", CASES)
-def test_refused_on_every_rank_and_nothing_changed_T3(name: str, results: Results) -> None:
+def test_lifecycle_1f_refused_on_every_rank_and_nothing_changed_T3(name: str, results: Results) -> None:
     case, per_rank = CASES[name], results[name]
     for how in ways(case):
         kind, pattern = getattr(case, how)

@@ -133,3 +133,20 @@ def test_stages_of_a_pipeline_keep_their_own_parameters_and_lr_C11(ranks: RankPo
     for rank, (saved, loaded) in enumerate(outcomes):
         assert saved[f"group of layer{rank}.weight"]["lr"] == 0.25 + rank
         assert loaded == saved
+
+
+@pytest.mark.parametrize("how", ["stock", "path"])
+@pytest.mark.parametrize("what", ["lr", "options", "state"])
+def test_lifecycle_1f_targets_that_differ_between_ranks_become_equal_or_are_refused(
+    ranks: RankPool, tmp_path: Path, what: str, how: str
+) -> None:
+    saved = ranks.run(2, jobs.save_groups_job, str(tmp_path), ["norm weight one bias"], {})[0]
+    outcomes = ranks.run(2, jobs.unlike_targets_job, str(tmp_path), what, how)
+    if how == "path":
+        # Everything comes from the checkpoint, so it does not matter.
+        assert outcomes == [("", "", [], saved)] * 2
+    else:
+        for error_type, text, changes, _ in outcomes:
+            assert error_type == "RankFailureError"
+            assert "state_dict: ranks disagree" in text
+            assert changes == []

@@ -96,7 +96,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_ranks_that_disagree_do_not_save_B8(ranks: RankPool, tmp_path: Path, what: str) -> None:
+def test_lifecycle_1f_ranks_that_disagree_do_not_save_B8(ranks: RankPool, tmp_path: Path, what: str) -> None:
     for outcome in ranks.outcomes(2, save_unlike_job, str(tmp_path / "checkpoint"), what):
         assert outcome.error_type == "RankFailureError"
         assert outcome.error_attributes["operation"] == "state_dict"

@@ -115,7 +115,7 @@ def test_lr_and_parameters_are_those_of_the_bare_optimizer(name: str) -> None:
 
 @EACH_CLASS
 @EACH_KIND
-def test_a_scheduler_built_before_a_load_drives_lr_after_it(name: str, tensor_lr: bool, tmp_path: Path) -> None:
+def test_a_scheduler_built_before_a_load_drives_lr_after_it_C6(name: str, tensor_lr: bool, tmp_path: Path) -> None:
     model, other = Awkward(), Awkward(seed=1)
     optimizer, loaded = wrap(model, tensor_lr=tensor_lr), wrap(other, tensor_lr=tensor_lr)
     scheduler, built_before = make(name, optimizer), make(name, loaded)
