@@ -148,5 +148,5 @@ def test_lifecycle_1f_targets_that_differ_between_ranks_become_equal_or_are_refu
     else:
         for error_type, text, changes, _ in outcomes:
             assert error_type == "RankFailureError"
-            assert "state_dict: ranks disagree" in text
+            assert "state_dict: ranks hold differently what has to be the same" in text
             assert changes == []

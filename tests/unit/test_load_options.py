@@ -73,7 +73,7 @@ def test_not_strict_takes_what_both_sides_have_and_reports_the_rest_K3_K5(tmp_pa
     before = state(other, live)
     loaded = other.prepare_load(tmp_path, strict=False)
     assert (loaded.report.missing, loaded.report.unused, loaded.report.fresh) == (["d.weight"], ["a.weight"], [])
-    assert "1 parameters are not in the checkpoint and keep the state they have: d.weight" in str(loaded.report)
+    assert "not in the checkpoint, keeping the state they have (1): d.weight" in str(loaded.report)
     loaded.commit()
     after = state(other, live)
     assert {name: after[name] for name in ("b.weight", "c.weight")} == {

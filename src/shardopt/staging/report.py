@@ -44,11 +44,11 @@ class Report:
             return self.summary()
         lines = [f"{len(self.restored)} entries to restore"]
         lines += [
-            f"{len(fqns)} parameters {what}: {say_names(fqns)}"
+            f"{what} ({len(fqns)}): {say_names(fqns)}"
             for fqns, what in (
-                (self.missing, "are not in the checkpoint and keep the state they have"),
-                (self.unused, "of the checkpoint are not in this optimizer"),
-                (self.fresh, "start anew"),
+                (self.missing, "not in the checkpoint, keeping the state they have"),
+                (self.unused, "in the checkpoint, and not in this optimizer"),
+                (self.fresh, "starting anew"),
             )
             if fqns
         ]
