@@ -109,7 +109,8 @@ def _look_at_container(path: str, value: Any) -> tuple[Fact, list[tuple[str, Any
         parts = [(f"[{index}]", part) for index, part in enumerate(value)]
         # CPython makes equal tuples the same object or not as it likes.
         owner = None if isinstance(value, tuple) else value
-        return Fact(name, {"length": len(value)}, owner=owner), parts
+        details = {"length": len(value)} | ({"maxlen": value.maxlen} if isinstance(value, deque) else {})
+        return Fact(name, details, owner=owner), parts
     if not hasattr(value, "__dict__"):
         raise TypeError(f"{path}: cannot see inside a {name}; teach tests/support/raw_values.py what it holds")
     return Fact(name, owner=value), [(f".{attribute}", part) for attribute, part in vars(value).items()]
