@@ -110,6 +110,34 @@ def load_job(path: str, topology: Topology, how: str, shape: Shape = SHAPE) -> l
     return misplaced(model, optimizer)
 
 
+def make_strided(optimizer: ShardedStateOptimizer) -> None:
+    """Puts every momentum into column-major memory with gaps; the values stay."""
+    for entries in optimizer.state.values():
+        momentum = entries["momentum_buffer"]
+        gaps = torch.empty((*reversed(momentum.shape), 2)).select(-1, 0).permute(*reversed(range(momentum.dim())))
+        entries["momentum_buffer"] = gaps.copy_(momentum)
+
+
+def save_strided_job(path: str, topology: Topology) -> list[str]:
+    """Saves; what was misplaced before it."""
+    model, optimizer = stepped(topology)
+    make_strided(optimizer)
+    dcp.save({"optim": optimizer}, checkpoint_id=path)
+    return misplaced(model, optimizer)
+
+
+def load_strided_job(path: str, topology: Topology) -> list[str]:
+    """Loads into an optimizer that has other values in such memory; what is misplaced afterwards."""
+    model = build(topology, SHAPE)
+    optimizer = momentum_sgd(model)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, -1.0)
+    optimizer.step()
+    make_strided(optimizer)
+    dcp.load({"optim": optimizer}, checkpoint_id=path)
+    return misplaced(model, optimizer)
+
+
 def keys_job(topology: Topology, steps: int) -> tuple[list[str], list[list[str]]]:
     """The keys of the state dict, and each group's members by shape, on this rank."""
     model = build(topology, Shape(rows=(1, 2, 3), width=3, hidden=5))

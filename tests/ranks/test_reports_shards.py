@@ -57,6 +57,16 @@ def test_state_of_parameters_that_were_sharded_before_fsdp_has_the_local_size_B1
     moved(ranks, tmp_path, "fsdp_tp 2", target)
 
 
+@pytest.mark.parametrize("target", ["plain", "fsdp", "fsdp 4"])
+@pytest.mark.parametrize("source", ["plain", "fsdp"])
+def test_strided_state_keeps_each_element_in_its_place(
+    ranks: RankPool, tmp_path: Path, source: str, target: str
+) -> None:
+    assert run(ranks, source, jobs.save_strided_job, str(tmp_path)) == [[]] * WORLD[source]
+    assert run(ranks, target, jobs.load_strided_job, str(tmp_path)) == [[]] * WORLD[target]
+    assert run(ranks, target, jobs.load_job, str(tmp_path), "fresh") == [[]] * WORLD[target]
+
+
 @pytest.mark.parametrize("topology", ["fsdp 4", "hsdp", "fsdp_tp"])
 def test_each_chunk_has_one_writer_B6(ranks: RankPool, tmp_path: Path, topology: str) -> None:
     outcomes = run(ranks, topology, jobs.save_job, str(tmp_path))
