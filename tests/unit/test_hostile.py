@@ -166,3 +166,25 @@ def test_state_made_in_inference_mode_does_not_stop_a_load(checkpoint: Path) -> 
         optimizer.state[model.matrix]["exp_avg"] = torch.zeros(3)
     optimizer.prepare_load(checkpoint).commit()
     assert state(optimizer, model) == state(*adamw(steps=2))
+
+
+def test_expanded_state_is_replaced_and_not_written_to(checkpoint: Path) -> None:
+    optimizer, model = adamw(steps=1)
+    optimizer.state[model.matrix]["exp_avg"] = torch.zeros(()).expand(5, 3)
+    optimizer.prepare_load(checkpoint).commit()
+    assert state(optimizer, model) == state(*adamw(steps=2))
+
+
+def test_an_expanded_lr_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    def momentum(lr: Tensor) -> Case:
+        model = Awkward()
+        inner = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+        inner.param_groups[0]["scale"] = lr
+        return ShardedStateOptimizer(inner, model), model
+
+    dcp.save({"optim": momentum(torch.ones(2))[0]}, checkpoint_id=tmp_path)
+    optimizer, model = momentum(torch.zeros(1).expand(2))
+    before = snapshot(optimizer, model)
+    with pytest.raises(LoadError, match="group 0: 'scale' is an expanded tensor"):
+        optimizer.prepare_load(tmp_path)
+    assert before.diff(snapshot(optimizer, model)) == []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardopt.portable.encode import equal
+from shardopt.staging.filling import can_be_filled
 from shardopt.staging.report import Report
 
 __all__ = ["GroupPlan", "SavedGroup", "plan_groups"]
@@ -134,6 +135,11 @@ def _plan_value(label: str, plan: GroupPlan, key: str, saved: Any, report: Repor
         if value is None or value.shape != live.shape:
             report.problems.append(f"{label}: {key!r} is a tensor of shape {tuple(live.shape)}, saved as {saved!r}.")
             return
+        if not can_be_filled(live):
+            report.problems.append(
+                f"{label}: {key!r} is an expanded tensor, whose elements share memory; give the group a tensor of its own."
+            )
+            return
         if not _fits(value, live):
             report.problems.append(f"{label}: {key!r} was saved as {saved!r} and cannot be held by {live.dtype}.")
             return
@@ -161,7 +167,7 @@ def _plan_items(plan: GroupPlan, live: Sequence[Any], saved: Any) -> Any:
 
 
 def _alike(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and left.dtype == right.dtype
+    return left.shape == right.shape and left.dtype == right.dtype and can_be_filled(left)
 
 
 def _as_tensor(saved: Any, live: Tensor) -> Tensor | None:

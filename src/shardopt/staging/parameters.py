@@ -22,6 +22,7 @@ from shardopt.portable.scratch import Scratch
 from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
 from shardopt.presentation.inventory import Inventory
+from shardopt.staging.filling import can_be_filled
 from shardopt.staging.finite import find_non_finite
 from shardopt.staging.options import LoadOptions
 from shardopt.staging.report import Report
@@ -314,7 +315,7 @@ def _place_box(
     if isinstance(loaded, Scratch):
         plan.read.append(loaded)
     local = local_shard(live) if isinstance(live, DTensor) else live
-    if isinstance(local, Tensor) and local.shape == box.shape and local.dtype == box.dtype:
+    if isinstance(local, Tensor) and local.shape == box.shape and local.dtype == box.dtype and can_be_filled(local):
         plan.fill.append((local, box))
     else:
         # Two optimizers must not share a moment: lent memory stays its owner's, scratch goes to the first to take it.
@@ -326,7 +327,8 @@ def _place_box(
 
 def _place_value(plan: ParameterPlan, name: str, value: Any, live: Any, device: torch.device) -> None:
     if isinstance(value, Tensor):
-        if isinstance(live, Tensor) and live.shape == value.shape and live.dtype == value.dtype:
+        fits = isinstance(live, Tensor) and live.shape == value.shape and live.dtype == value.dtype
+        if fits and can_be_filled(live):
             plan.fill.append((live, value))
             return
         value = value.to(device)
