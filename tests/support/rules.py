@@ -103,6 +103,16 @@ class Awkward(nn.Module):
                 param.grad = torch.empty_like(param).copy_(torch.randn(param.shape, generator=source))
 
 
+class Unwritable(Tensor):
+    """A tensor that looks like any other and cannot be copied into."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            raise RuntimeError("nothing can be written here")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 def train(optimizer: torch.optim.Optimizer, model: Awkward, steps: Iterable[int]) -> None:
     """Takes these steps."""
     for step in steps:

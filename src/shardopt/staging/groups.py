@@ -137,7 +137,7 @@ def _plan_value(label: str, plan: GroupPlan, key: str, saved: Any, report: Repor
             return
         if not can_be_filled(live):
             report.problems.append(
-                f"{label}: {key!r} is an expanded tensor, whose elements share memory; give the group a tensor of its own."
+                f"{label}: {key!r} is an expanded tensor, whose elements share memory; give it a tensor of its own."
             )
             return
         if not _fits(value, live):
