@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from shardopt.errors import LoadError, PresentationError, StaleLoadError
+from shardopt.errors import LoadError, PresentationError, RankFailureError, StaleLoadError
 from shardopt.scope import Scope
+from shardopt.scope.verdict import say_ranks
 from shardopt.staging.fingerprint import Fingerprint
 from shardopt.staging.options import LoadOptions
 from shardopt.staging.prepare import Plan
@@ -37,12 +38,24 @@ def agree(
             # A rank's own problems are worth more to it than the vote's short text of them.
             if isinstance(failure, LoadError):
                 raise failure from (verdict if verdict is not failure else None)
+            if isinstance(verdict, RankFailureError) and verdict.disagree and not verdict.failures:
+                raise _disagreement(verdict) from None
             raise
     if failure is not None:
         raise failure
     if plan is None:
         raise AssertionError("a load that did not fail has a plan")
     return plan
+
+
+def _disagreement(verdict: RankFailureError) -> RankFailureError:
+    return RankFailureError(
+        "prepare_load: ranks disagree: they read different checkpoints, or were given different options; alike are "
+        f"{' / '.join(map(say_ranks, verdict.disagree.values()))}. Nothing was changed. Give every rank the same path "
+        "and the same options.",
+        operation=verdict.operation,
+        disagree=verdict.disagree,
+    )
 
 
 class PreparedLoad:
