@@ -230,6 +230,7 @@ def main() -> None:
     # While the ranks wait here, gloo's threads let go of their last tensors. Torch aborts a process whose interpreter
     # ends while one of them still has to.
     dist.barrier()
+    time.sleep(0.1)
     dist.destroy_process_group()
 
 

@@ -279,3 +279,39 @@ def test_many_names_are_grouped_by_pattern_with_a_count_and_examples(tmp_path: P
         "58 parameters: this optimizer updates them, the checkpoint does not have them: "
         "layers.*.bias (29: layers.1.bias, layers.10.bias, layers.11.bias, ...); layers.*.weight (29: ",
     )
+
+
+@pytest.mark.parametrize("how", [{"amsgrad": True}, "keep"])
+def test_values_under_which_state_is_missing_are_refused(tmp_path: Path, how: Any) -> None:
+    saved(tmp_path, wrapped(model_of("ab"), steps=1))
+    refused(
+        wrapped(model_of("ab"), amsgrad=True),
+        tmp_path,
+        "a.weight: with the hyperparameters= of this load the optimizer needs state ['max_exp_avg_sq']",
+        hyperparameters=how,
+    )
+
+
+@pytest.mark.parametrize("value", ["0.1", None, True, (0.1,)])
+def test_a_given_value_of_another_kind_is_refused(tmp_path: Path, value: Any) -> None:
+    saved(tmp_path, wrapped(model_of("ab"), steps=1))
+    for lr in (0.125, torch.tensor(0.125)):
+        refused(
+            wrapped(model_of("ab"), lr=lr, foreach=False),
+            tmp_path,
+            f"group 0: hyperparameters={{'lr': {value!r}}} is a {type(value).__name__}",
+            hyperparameters={"lr": value},
+        )
+
+
+def test_a_saved_option_that_replaces_another_live_one_is_noted(tmp_path: Path) -> None:
+    saved(tmp_path, wrapped(model_of("ab"), steps=1, lr=0.5))
+    other, _ = wrapped(model_of("ab"), amsgrad=True)
+    assert other.prepare_load(tmp_path).report.notes == ["group 0: 'amsgrad' was saved as False, which replaces True."]
+
+
+def test_a_refusal_that_names_options_says_whose_they_are(tmp_path: Path) -> None:
+    saved(tmp_path, wrapped(model_of("ab"), steps=1))
+    other, _ = wrapped(model_of("a"))
+    with pytest.raises(LoadError, match=r"strict=False(.|\n)*Options are those of optimizer\.prepare_load\(path"):
+        dcp.load({"optim": other}, checkpoint_id=tmp_path)

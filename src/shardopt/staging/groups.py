@@ -77,13 +77,26 @@ def plan_groups(
         else:
             report.notes.append(f"{label}: none of its parameters is in the checkpoint; it keeps its live values.")
         for key in given:
-            if key in group:
+            if key in group and _is_like(label, key, given[key], group[key], report):
                 _plan_value(label, plan, key, given[key], report)
+                report.notes.append(f"{label}: {key!r} is {given[key]!r}, as hyperparameters= says.")
     unknown = sorted(key for key in given if not any(key in group for group, _ in live))
     if unknown:
         report.problems.append(f"hyperparameters={unknown}: no parameter group of this optimizer has such a key.")
     _refuse_shared(plans, report)
     return plans
+
+
+def _is_like(label: str, key: str, given: Any, live: Any, report: Report) -> bool:
+    """Whether a given value can stand where the live one does; a problem if not."""
+    number = (int, float)
+    kinds = bool if isinstance(live, bool) else (*number, Tensor) if isinstance(live, (*number, Tensor)) else type(live)
+    if live is None or (isinstance(given, kinds) and (kinds is bool or not isinstance(given, bool))):
+        return True
+    report.problems.append(
+        f"{label}: hyperparameters={{{key!r}: {given!r}}} is a {type(given).__name__}, where the group has {live!r}."
+    )
+    return False
 
 
 def _refuse_shared(plans: Sequence[GroupPlan], report: Report) -> None:
@@ -153,6 +166,9 @@ def _plan_value(label: str, plan: GroupPlan, key: str, saved: Any, report: Repor
         plan.assign[key] = _plan_items(plan, live, saved)
     else:
         plan.assign[key] = saved
+        # Schedules change lr all the time; any other difference is one between two scripts.
+        if key in plan.group and key not in ("lr", "initial_lr") and not equal(live, saved):
+            report.notes.append(f"{label}: {key!r} was saved as {saved!r}, which replaces {live!r}.")
 
 
 def _plan_items(plan: GroupPlan, live: Sequence[Any], saved: Any) -> Any:

@@ -88,7 +88,37 @@ def prepare(inventory: Inventory, state_dict: Mapping[str, Any], options: LoadOp
         elif tracked.fqn in match.saved_as:
             parameters.append(plan_parameter(tracked, inventory, source, report))
     groups = _plan_groups(inventory, manifest, match, options, report)
+    _compare_entries(inventory, source, groups, parameters, report)
     return Plan(report, groups, parameters, digest, None if from_storage else state_dict[MANIFEST_KEY])
+
+
+def _compare_entries(
+    inventory: Inventory,
+    source: Source,
+    groups: Sequence[GroupPlan],
+    parameters: Sequence[ParameterPlan],
+    report: Report,
+) -> None:
+    """Refuses group values, kept or given, under which the rule needs state that was not saved under the saved ones."""
+    kept = {id(plan.param): plan.keep for plan in parameters if plan.keep}
+    for tracked in inventory.tracked:
+        plan = groups[tracked.group]
+        after = {**plan.group, **plan.assign}
+        if id(tracked.param) not in kept or tracked.fqn not in source.saved_as:
+            continue
+        saved = source.manifest.groups[source.record(tracked).group].values
+        before = {**after, **{key: decode(value) for key, value in saved.items()}}
+        needed = inventory.known_entries(tracked, after) or ()
+        lost = [
+            name
+            for name in needed
+            if name not in kept[id(tracked.param)] and name not in (inventory.known_entries(tracked, before) or ())
+        ]
+        if lost:
+            report.problems.append(
+                f"{tracked.fqn}: with the hyperparameters= of this load the optimizer needs state {lost}, which the "
+                "checkpoint does not have."
+            )
 
 
 def _plan_groups(

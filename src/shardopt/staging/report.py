@@ -9,6 +9,7 @@ __all__ = ["Report", "say_names"]
 
 _MOST_SHOWN = 20
 _EXAMPLES = 3
+_OPTIONS = ("strict", "fresh", "hyperparameters", "dtype", "finite")
 
 
 @dataclass(slots=True)
@@ -37,7 +38,9 @@ class Report:
         more = len(self.problems) - len(shown)
         lines = [f"  - {problem}" for problem in shown] + ([f"  - and {more} more"] if more else [])
         count = f"{len(self.problems)} problem{'s' * (len(self.problems) != 1)}"
-        return f"the optimizer's state cannot be loaded ({count}); nothing was changed:\n" + "\n".join(lines)
+        if any(f"{option}=" in problem for problem in self.problems for option in _OPTIONS):
+            lines.append("Options are those of optimizer.prepare_load(path, ...).commit(); dcp.load has none.")
+        return f"the optimizer's state cannot be loaded ({count}); the optimizer was not changed:\n" + "\n".join(lines)
 
     def __str__(self) -> str:
         if self.problems:

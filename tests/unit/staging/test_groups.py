@@ -194,7 +194,9 @@ def test_a_report_lists_problems_and_cuts_long_lists_with_their_count() -> None:
     report = Report(problems=[f"p{index}" for index in range(23)], notes=["n"], restored=["k"])
     text = str(report)
     assert text == report.summary()
-    assert text.startswith("the optimizer's state cannot be loaded (23 problems); nothing was changed:\n  - p0\n")
+    assert text.startswith(
+        "the optimizer's state cannot be loaded (23 problems); the optimizer was not changed:\n  - p0\n"
+    )
     assert text.endswith("  - p19\n  - and 3 more")
     assert "(1 problem);" in Report(problems=["p"]).summary()
     assert str(Report(notes=["n"], restored=["k", "l"])) == "2 entries to restore\nnote: n"
