@@ -140,7 +140,7 @@ def test_what_adapters_add_starts_anew_and_the_rest_is_restored_K5(
             world_size, reports_state.load_adapted, str(tmp_path), which, added
         ):
             assert names == {"missing": others, "unused": [], "fresh": []}
-            assert f"2 parameters are not in the checkpoint and keep the state they have: {', '.join(others)}" in text
+            assert f"not in the checkpoint, keeping the state they have (2): {', '.join(others)}" in text
             assert value_differences(want, {key: one for key, one in loaded.items() if key.startswith("state.")}) == []
             assert {after[f"state.{name}.step"].item() for name in others} == {1.0}
             assert {after[key].item() for key in want if key.endswith(".step")} == {3.0}
