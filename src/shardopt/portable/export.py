@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardopt.collector import paused_collector
 from shardopt.errors import PlacementError
 from shardopt.layouts.infer import Elementwise, Layout, Value, infer
 from shardopt.layouts.tracked import Tracked
@@ -69,6 +70,7 @@ class Export:
         data[at : at + len(_UNMARKED)] = torch.frombuffer(bytearray(f"{number:016x}".encode()), dtype=torch.uint8)
 
 
+@paused_collector()
 def export(inventory: Inventory) -> Export:
     """Describes live state without changing or copying it (0-d values apart).
 

@@ -41,6 +41,9 @@ _NOT_PICKLED = (
     "this state dict has been read into by a load, and what was read does not go into a pickle. Give it to "
     "load_state_dict(), and pickle the optimizer's state_dict() of then."
 )
+# What a handle has until it is told otherwise; one for all of them.
+_OPEN_ENDED = Lease()
+
 _UNFILLED = "this handle was made by zeros_like and nothing was copied into it; there is nothing to save."
 
 _PASSED_THROUGH = frozenset(
@@ -114,7 +117,7 @@ class Handle(torch.Tensor):
         self.saved_size = None
         self.scratch = None
         self.refuse_save = None
-        self.outdated = Lease()
+        self.outdated = _OPEN_ENDED
 
     @property
     def why_outdated(self) -> str | None:

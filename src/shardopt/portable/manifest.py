@@ -276,13 +276,13 @@ def _parameter_contradictions(manifest: Manifest, record: ParameterRecord, group
         yield f"names groups[{record.group}] as its group, and is a member of groups[{group}]"
     elif record.optimizer != manifest.groups[record.group].optimizer:
         yield f"has optimizer {record.optimizer}, and its group {manifest.groups[record.group].optimizer}"
-    if any(size < 0 for size in record.shape):
+    if min(record.shape, default=0) < 0:
         yield f"has the shape {record.shape}"
     dtypes = {entry.dtype for entry in record.entries.values() if isinstance(entry, ElementwiseEntry)}
     for dtype in sorted({record.dtype, *dtypes}):
         if not is_dtype_name(dtype):
             yield f"dtype {dtype!r} is unknown to this torch; names are like 'float32'"
-    whole = any(isinstance(entry, WholeEntry) for entry in record.entries.values())
+    whole = WholeEntry in map(type, record.entries.values())
     if whole != (record.blob is not None) or (record.blob or 0) < 0:
         yield f"has a blob of {record.blob} bytes and {'some' if whole else 'no'} whole entries"
 

@@ -28,6 +28,9 @@ class Scratch:
     aligned block into the gap that an equal one has left: the heap grew to twice what was loaded.
     """
 
+    # There is one for every entry, and every object more is one more for each pass of the garbage collector.
+    __slots__ = ("_allocate", "_any_dtype", "_tensor", "box", "delivered", "dtype", "taken_over", "wrong_dtype")
+
     def __init__(
         self, box: Box, dtype: torch.dtype, allocate: Callable[[torch.dtype], Tensor], *, any_dtype: bool = False
     ) -> None:
@@ -50,7 +53,8 @@ class Scratch:
 
     def missing(self) -> Box | None:
         """The first box of elements that never arrived, or None."""
-        return missing(self.box, self.delivered)
+        # As a checkpoint of the same sharding is read.
+        return None if self.delivered == [self.box] else missing(self.box, self.delivered)
 
     def tensor(self) -> Tensor:
         """The loaded elements, shape ``box.size``; call it only when nothing is missing."""
@@ -70,13 +74,19 @@ class Scratch:
         if source.dtype != self.dtype and self._any_dtype and not self.delivered:
             self.dtype = source.dtype
             self._tensor = self._allocate(source.dtype)
+        whole = size == self.box.size
         if source.dtype != self.dtype:
             self.wrong_dtype = source.dtype
+        elif whole:
+            self._tensor.copy_(source)
         else:
             part = self.tensor()
             for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
                 part = part.narrow(dim, start, length)
             part.copy_(source)
+        if whole:
+            self.delivered.append(self.box)
+            return
         start = tuple(base + extra for base, extra in zip(self.box.offset, offset, strict=True))
         self.delivered.append(Box(start, size))
 
@@ -103,6 +113,8 @@ class _Target:
         return self._scratch.dtype
 
     def narrow(self, dim: int, start: int, length: int) -> _Target:
+        if start == 0 and length == self._size[dim]:
+            return self
         offset = (*self._offset[:dim], self._offset[dim] + start, *self._offset[dim + 1 :])
         size = (*self._size[:dim], length, *self._size[dim + 1 :])
         return _Target(self._scratch, offset, size)

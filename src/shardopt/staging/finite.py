@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 __all__ = ["find_non_finite"]
 
 _CHUNK_ELEMENTS = 1 << 22
+_SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def find_non_finite(tensor: Tensor) -> str | None:
-    """What is not finite in the tensor, in words (``"NaN"``, ``"inf"``), or None.
-
-    The smallest and the largest element tell: a NaN anywhere makes both NaN.
-    """
+    """What is not finite in the tensor, in words (``"NaN"``, ``"inf"``), or None."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
         return None
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    # A dense tensor with other strides (channels last) is seen in the order of its memory, not copied.
-    flat = real.detach().as_strided((real.numel(),), (1,)) if _is_dense(real) else real.detach().reshape(-1)
-    ends = [_ends(chunk) for chunk in flat.split(_CHUNK_ELEMENTS)]
-    found = torch.stack([end for pair in ends for end in pair])
-    if bool(torch.isfinite(found).all()):
+    if tensor.dim() == 0 and not tensor.is_complex():
+        value = tensor.item()
+        return None if math.isfinite(value) else "NaN" if math.isnan(value) else "inf"
+    real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach()
+    # Nearly always the sum is finite, and then so is everything in it. It may overflow, so it proves nothing else.
+    if real.element_size() > 1 and math.isfinite(real.sum(dtype=_SUMMED_IN.get(real.dtype)).item()):
         return None
-    return "NaN" if bool(torch.isnan(found).any()) else "inf"
+    # A dense tensor with other strides (channels last) is seen in the order of its memory, not copied.
+    flat = real.as_strided((real.numel(),), (1,)) if _is_dense(real) else real.reshape(-1)
+    # The smallest and the largest element tell: a NaN anywhere makes both NaN.
+    ends = torch.stack([end for chunk in flat.split(_CHUNK_ELEMENTS) for end in _ends(chunk)])
+    if bool(torch.isfinite(ends).all()):
+        return None
+    return "NaN" if bool(torch.isnan(ends).any()) else "inf"
 
 
 def _ends(chunk: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ class LoadOptions:
 
     def is_fresh(self, fqn: str) -> bool:
         """Whether the parameter starts anew."""
-        return any(fnmatchcase(fqn, pattern) for pattern in self.fresh)
+        return bool(self.fresh) and any(fnmatchcase(fqn, pattern) for pattern in self.fresh)
 
     def idle_patterns(self, fqns: Iterable[str]) -> list[str]:
         """Patterns of ``fresh`` that match none of the names."""

@@ -104,7 +104,7 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
             f"fresh=[{tracked.fqn!r}] starts it anew."
         )
         return plan
-    if any(isinstance(entry, PerRankEntry) for entry in saved.entries.values()):
+    if PerRankEntry in map(type, saved.entries.values()):
         _plan_own(plan, tracked, inventory, source, report)
     else:
         _plan_entries(plan, tracked, inventory, source, report)
@@ -114,8 +114,9 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
 def _plan_entries(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
     saved = source.record(tracked)
     live = inventory.state_of(tracked) or {}
+    group = inventory.groups()[tracked.group]
     whole: dict[str, Any] = {}
-    if any(isinstance(entry, WholeEntry) for entry in saved.entries.values()):
+    if WholeEntry in map(type, saved.entries.values()):
         whole = _unpack_whole(tracked, source, report)
     for name, entry in saved.entries.items():
         if isinstance(entry, ElementwiseEntry):
@@ -124,7 +125,6 @@ def _plan_entries(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, s
                 _judge_values(f"{tracked.fqn}: state {name!r}", loaded, source.options, report)
                 _place_box(plan, tracked, inventory, name, loaded, live.get(name))
         elif isinstance(entry, ValueEntry):
-            group = inventory.groups()[tracked.group]
             device = inventory.scalar_device(tracked, group, name)
             value = decode(entry.value)
             if isinstance(value, Tensor):

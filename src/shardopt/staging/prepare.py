@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardopt.collector import paused_collector
 from shardopt.errors import FormatError
 from shardopt.portable.encode import decode
 from shardopt.portable.handles import BytesHandle, Handle
@@ -62,6 +63,7 @@ class Plan:
             group.commit()
 
 
+@paused_collector()
 def prepare(inventory: Inventory, state_dict: Mapping[str, Any], options: LoadOptions = EXACT) -> Plan:
     """Plans a load from the portable state, reading live state and changing none of it.
 
@@ -101,19 +103,18 @@ def _compare_entries(
 ) -> None:
     """Refuses group values, kept or given, under which the rule needs state that was not saved under the saved ones."""
     kept = {id(plan.param): plan.keep for plan in parameters if plan.keep}
+    new_of: dict[tuple[int, int], set[str]] = {}
     for tracked in inventory.tracked:
-        plan = groups[tracked.group]
-        after = {**plan.group, **plan.assign}
         if id(tracked.param) not in kept or tracked.fqn not in source.saved_as:
             continue
-        saved = source.manifest.groups[source.record(tracked).group].values
-        before = {**after, **{key: decode(value) for key, value in saved.items()}}
-        needed = inventory.known_entries(tracked, after) or ()
-        lost = [
-            name
-            for name in needed
-            if name not in kept[id(tracked.param)] and name not in (inventory.known_entries(tracked, before) or ())
-        ]
+        pair = (tracked.group, source.record(tracked).group)
+        if pair not in new_of:
+            plan = groups[tracked.group]
+            after = {**plan.group, **plan.assign}
+            saved = {key: decode(value) for key, value in source.manifest.groups[pair[1]].values.items()}
+            needed = (inventory.known_entries(tracked, values) or () for values in (after, {**after, **saved}))
+            new_of[pair] = set.difference(*map(set, needed))
+        lost = sorted(new_of[pair].difference(kept[id(tracked.param)]))
         if lost:
             report.problems.append(
                 f"{tracked.fqn}: with the hyperparameters= of this load the optimizer needs state {lost}, which the "
