@@ -52,8 +52,14 @@ class Holder(nn.Module):
         self.weight = weight
 
 
-class Root(nn.ModuleDict):
-    """``fully_shard`` takes no module without a forward."""
+class Root(nn.Module):
+    """Layers by name; no ModuleDict, which ``fully_shard`` does not take."""
+
+    def __setitem__(self, name: str, module: nn.Module) -> None:
+        self.add_module(name, module)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.get_submodule(name)
 
     def forward(self) -> None:
         raise AssertionError("never run")
