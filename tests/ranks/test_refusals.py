@@ -157,7 +157,9 @@ CASES: dict[str, Case] = {
         empty_directory, (TORCHS, r"metadata"), (EVERY, r"reading the checkpoint failed: FileNotFoundError: .*metadata")
     ),
     "foreign file": Case(
-        foreign_file, (TORCHS, r"Not a directory|metadata is None"), (EVERY, r"foreign file: reading the checkpoint failed: NotADir")
+        foreign_file,
+        (TORCHS, r"Not a directory|metadata is None"),
+        (EVERY, r"foreign file: reading the checkpoint failed: NotADir"),
     ),
     "foreign metadata": Case(
         foreign_metadata, (TORCHS, r"metadata"), (EVERY, r"reading the checkpoint failed: UnpicklingError")
