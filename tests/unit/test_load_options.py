@@ -315,3 +315,67 @@ def test_a_refusal_that_names_options_says_whose_they_are(tmp_path: Path) -> Non
     other, _ = wrapped(model_of("a"))
     with pytest.raises(LoadError, match=r"strict=False(.|\n)*Options are those of optimizer\.prepare_load\(path"):
         dcp.load({"optim": other}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", {"amsgrad": True}])
+def test_a_parameter_that_keeps_its_state_needs_what_the_new_values_ask_for(tmp_path: Path, how: Any) -> None:
+    saved(tmp_path, wrapped(model_of("ab"), steps=1, amsgrad=True))
+    refused(
+        wrapped(model_of("abc"), steps=1),
+        tmp_path,
+        "c.weight: it keeps its live state, which lacks ['max_exp_avg_sq']",
+        strict=False,
+        hyperparameters=how,
+    )
+    other, _ = wrapped(model_of("abc"), steps=1)
+    other.prepare_load(tmp_path, fresh=["c.*"]).commit()
+
+
+def test_fresh_state_follows_the_values_of_the_load(tmp_path: Path) -> None:
+    options = {"cls": torch.optim.Adagrad}
+    saved(tmp_path, wrapped(model_of("ab"), steps=1, initial_accumulator_value=0.5, **options))
+    other, live = wrapped(model_of("ab"), **options)
+    other.prepare_load(tmp_path, fresh=["b.*"]).commit()
+    assert other.param_groups[0]["initial_accumulator_value"] == 0.5
+    assert bool((other.state[live["b"].weight]["sum"] == 0.5).all())
+
+
+def test_another_class_gives_fresh_parameters_no_values(tmp_path: Path) -> None:
+    saved(tmp_path, wrapped(model_of("ab"), steps=1))
+    other, _ = wrapped(model_of("ab"), cls=torch.optim.SGD, lr=0.5)
+    other.prepare_load(tmp_path, fresh=["*"]).commit()
+    assert other.param_groups[0]["lr"] == 0.5
+    assert "betas" not in other.param_groups[0]
+
+
+def test_state_made_in_inference_mode_is_replaced_and_not_written_to(tmp_path: Path) -> None:
+    optimizer, model = saved(tmp_path, wrapped(model_of("ab"), steps=2))
+    other, live = wrapped(model_of("ab"), steps=1)
+    with torch.inference_mode():
+        other.state[live["b"].weight]["exp_avg"] = torch.zeros(2, 3)
+    other.prepare_load(tmp_path).commit()
+    assert state(other, live) == state(optimizer, model)
+
+
+def test_a_conversion_leaves_what_was_read_as_it_is(tmp_path: Path) -> None:
+    optimizer, model = saved(tmp_path, wrapped(model_of("a"), steps=1))
+    narrow, _ = wrapped(model_of("a", dtype=torch.bfloat16), steps=1)
+    read = narrow.state_dict()
+    dcp.load({"optim": read}, checkpoint_id=tmp_path)
+    narrow.prepare_load(read, dtype="live")
+    narrow.prepare_load(read, dtype="live").commit()
+    want = optimizer.state[model["a"].weight]["exp_avg"].to(torch.bfloat16)
+    assert bits(next(iter(narrow.state.values()))["exp_avg"]) == bits(want)
+
+
+def test_options_are_spelled_to_the_last_bit() -> None:
+    def spelled(lr: Any) -> str:
+        return LoadOptions(hyperparameters={"lr": lr, "betas": (lr, 0.5)}).spelled()
+
+    close = [torch.tensor(1e-4 + extra, dtype=torch.float64) for extra in (0.0, 1e-9)]
+    assert spelled(close[0]) != spelled(close[1])
+    assert spelled(close[0]) == spelled(close[0].clone())
+    assert (
+        LoadOptions(hyperparameters={"a": 1, "b": 2}).spelled()
+        == LoadOptions(hyperparameters={"b": 2, "a": 1}).spelled()
+    )

@@ -106,7 +106,7 @@ def _refuse_shared(plans: Sequence[GroupPlan], report: Report) -> None:
         for live, saved in plan.fill:
             owner, value = first.setdefault(id(live), (index, saved))
             if not torch.equal(value.to(live.dtype), saved.to(live.dtype)):
-                key = next(key for key, held in plan.group.items() if held is live)
+                key = next((key for key, held in plan.group.items() if held is live), "betas")
                 report.problems.append(
                     f"group {index}: {key!r} is the tensor that group {owner} has too, and they were saved with "
                     f"different values, {value!r} and {saved!r}. Give each group a tensor of its own."
@@ -163,12 +163,18 @@ def _plan_value(label: str, plan: GroupPlan, key: str, saved: Any, report: Repor
         plan.assign[key] = saved.item()
         report.notes.append(f"{label}: {key!r} was saved as a tensor and stays a {type(live).__name__}.")
     elif isinstance(live, (tuple, list)) and type(live) is type(saved) and len(live) == len(saved):
+        _note_change(label, key, live, saved, report)
         plan.assign[key] = _plan_items(plan, live, saved)
     else:
+        if key in plan.group:
+            _note_change(label, key, live, saved, report)
         plan.assign[key] = saved
-        # Schedules change lr all the time; any other difference is one between two scripts.
-        if key in plan.group and key not in ("lr", "initial_lr") and not equal(live, saved):
-            report.notes.append(f"{label}: {key!r} was saved as {saved!r}, which replaces {live!r}.")
+
+
+def _note_change(label: str, key: str, live: Any, saved: Any, report: Report) -> None:
+    # Schedules change lr all the time; any other difference is one between two scripts.
+    if key not in ("lr", "initial_lr") and not equal(live, saved):
+        report.notes.append(f"{label}: {key!r} was saved as {saved!r}, which replaces {live!r}.")
 
 
 def _plan_items(plan: GroupPlan, live: Sequence[Any], saved: Any) -> Any:

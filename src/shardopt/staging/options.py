@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torch import Tensor
+
 __all__ = ["EXACT", "LoadOptions"]
 
 
@@ -56,6 +58,12 @@ class LoadOptions:
         _one_of("finite", finite, ("error", "report"))
         return cls(strict, tuple(fresh), hyperparameters, dtype, finite)
 
+    def spelled(self) -> str:
+        """The options as text that is equal on two ranks if they are, tensors to the last bit."""
+        given = self.hyperparameters
+        values = given if isinstance(given, str) else [(key, _spelled(given[key])) for key in sorted(given)]
+        return repr((self.strict, self.fresh, values, self.dtype, self.finite))
+
     def is_fresh(self, fqn: str) -> bool:
         """Whether the parameter starts anew."""
         return bool(self.fresh) and any(fnmatchcase(fqn, pattern) for pattern in self.fresh)
@@ -64,6 +72,14 @@ class LoadOptions:
         """Patterns of ``fresh`` that match none of the names."""
         names = list(fqns)
         return [pattern for pattern in self.fresh if not any(fnmatchcase(name, pattern) for name in names)]
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{value.tolist()}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__}{[_spelled(item) for item in value]}"
+    return repr(value)
 
 
 EXACT = LoadOptions()

@@ -132,7 +132,8 @@ def _plan_entries(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, s
             _place_value(plan, name, value, live.get(name), device)
         elif isinstance(entry, WholeEntry):
             if name in whole:
-                _place_value(plan, name, whole[name], live.get(name), tracked.local.device)
+                value = _judged(tracked, name, whole[name], live.get(name), source, report)
+                _place_value(plan, name, value, live.get(name), tracked.local.device)
         else:
             continue
         plan.keep.append(name)
@@ -186,17 +187,16 @@ def _plan_own(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, sourc
     for name, item in (value if isinstance(value, dict) else {}).items():
         scalar = isinstance(item, Tensor) and item.dim() == 0
         device = inventory.scalar_device(tracked, group, name) if scalar else tracked.local.device
-        if isinstance(item, Tensor):
-            _judge_values(f"{tracked.fqn}: state {name!r}", item, source.options, report)
-        _place_value(plan, name, item, live.get(name), device)
+        value = _judged(tracked, name, item, live.get(name), source, report)
+        _place_value(plan, name, value, live.get(name), device)
         plan.keep.append(name)
         report.restored.append(state_key(tracked.fqn, name))
 
 
-def plan_fresh(tracked: Tracked, inventory: Inventory) -> ParameterPlan:
-    """Plans the state that a new optimizer has for the parameter: none, for most classes."""
+def plan_fresh(tracked: Tracked, inventory: Inventory, group: dict[str, Any]) -> ParameterPlan:
+    """Plans the state that a new optimizer with these group values has for the parameter: none, for most classes."""
     plan = ParameterPlan(inventory.part_of(tracked).inner.state, tracked.param)
-    for name, value in inventory.initial_state(tracked, inventory.groups()[tracked.group]).items():
+    for name, value in inventory.initial_state(tracked, group).items():
         elementwise = isinstance(value, Tensor) and value.dim() > 0
         plan.publish[name] = inventory.part_of(tracked).presentation.to_state(tracked, value) if elementwise else value
         plan.keep.append(name)
@@ -240,15 +240,25 @@ def _in_dtype(
         return loaded
     if source.options.dtype == "live" and loaded.dtype.is_floating_point and keeps.is_floating_point:
         report.notes.append(f"{label} was saved as {dtype_name(loaded.dtype)} and is converted to {dtype_name(keeps)}.")
-        if isinstance(loaded, Scratch):
-            loaded.convert(keeps)
-            return loaded
-        return loaded.to(keeps)
+        # Beside what was read, which another load may want as it is.
+        return (loaded.tensor() if isinstance(loaded, Scratch) else loaded).to(keeps)
     report.problems.append(
         f"{label} was saved as {dtype_name(loaded.dtype)}, this optimizer keeps {dtype_name(keeps)}; dtype='live' "
         "converts floating-point state."
     )
     return None
+
+
+def _judged(tracked: Tracked, name: str, value: Any, live: Any, source: Source, report: Report) -> Any:
+    """A value that is stored whole, in the dtype this optimizer keeps; problems go to the report."""
+    if not isinstance(value, Tensor):
+        return value
+    label = f"{tracked.fqn}: state {name!r}"
+    _judge_values(label, value, source.options, report)
+    cast = source.record(tracked).dtype != dtype_name(tracked.local.dtype)
+    if not cast or value.dim() == 0 or not value.is_floating_point():
+        return value
+    return _in_dtype(label, tracked, value, live, source, report)
 
 
 def _judge_values(label: str, loaded: Scratch | Tensor, options: LoadOptions, report: Report) -> None:

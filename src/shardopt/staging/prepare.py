@@ -9,6 +9,7 @@ from typing import Any
 
 from shardopt.collector import paused_collector
 from shardopt.errors import FormatError
+from shardopt.layouts.tracked import Tracked
 from shardopt.portable.encode import decode
 from shardopt.portable.handles import BytesHandle, Handle
 from shardopt.portable.keys import MANIFEST_KEY
@@ -84,12 +85,14 @@ def prepare(inventory: Inventory, state_dict: Mapping[str, Any], options: LoadOp
     source = Source(manifest, state_dict, from_storage, match.saved_as, options)
     parameters: list[ParameterPlan] = []
     for tracked in inventory.tracked:
-        if options.is_fresh(tracked.fqn):
-            parameters.append(plan_fresh(tracked, inventory))
-            report.fresh.append(tracked.fqn)
-        elif tracked.fqn in match.saved_as:
+        if not options.is_fresh(tracked.fqn) and tracked.fqn in match.saved_as:
             parameters.append(plan_parameter(tracked, inventory, source, report))
     groups = _plan_groups(inventory, manifest, match, options, report)
+    for tracked in inventory.tracked:
+        if options.is_fresh(tracked.fqn):
+            plan = groups[tracked.group]
+            parameters.append(plan_fresh(tracked, inventory, {**plan.group, **plan.assign}))
+            report.fresh.append(tracked.fqn)
     _compare_entries(inventory, source, groups, parameters, report)
     return Plan(report, groups, parameters, digest, None if from_storage else state_dict[MANIFEST_KEY])
 
@@ -105,6 +108,8 @@ def _compare_entries(
     kept = {id(plan.param): plan.keep for plan in parameters if plan.keep}
     new_of: dict[tuple[int, int], set[str]] = {}
     for tracked in inventory.tracked:
+        if tracked.fqn not in source.saved_as and not source.options.is_fresh(tracked.fqn):
+            _compare_live(tracked, inventory, groups[tracked.group], report)
         if id(tracked.param) not in kept or tracked.fqn not in source.saved_as:
             continue
         pair = (tracked.group, source.record(tracked).group)
@@ -122,14 +127,32 @@ def _compare_entries(
             )
 
 
+def _compare_live(tracked: Tracked, inventory: Inventory, plan: GroupPlan, report: Report) -> None:
+    """The same for a parameter that the checkpoint does not have and that keeps its live state."""
+    live = inventory.state_of(tracked)
+    after = {**plan.group, **plan.assign}
+    lost = [name for name in inventory.known_entries(tracked, after) or () if live and name not in live]
+    if lost and not set(lost) & set(inventory.known_entries(tracked, plan.group) or ()):
+        report.problems.append(
+            f"{tracked.fqn}: it keeps its live state, which lacks {lost}, and with the group values of this load the "
+            f"optimizer needs it; fresh=[{tracked.fqn!r}] starts it anew."
+        )
+
+
 def _plan_groups(
     inventory: Inventory, manifest: Manifest, match: Match, options: LoadOptions, report: Report
 ) -> list[GroupPlan]:
     # Groups are matched by the names that the checkpoint has for their members.
     members: list[list[str]] = [[] for _ in inventory.groups()]
     for tracked in inventory.tracked:
-        if tracked.fqn in match.saved_as:
-            members[tracked.group].append(match.saved_as[tracked.fqn])
+        if tracked.fqn not in match.saved_as:
+            continue
+        record = manifest.parameters[match.saved_as[tracked.fqn]]
+        saved_class = manifest.optimizers[record.optimizer].class_name
+        # One that starts anew may have been another class's, whose values mean nothing here.
+        if options.is_fresh(tracked.fqn) and saved_class != qualified_name(inventory.part_of(tracked).inner):
+            continue
+        members[tracked.group].append(match.saved_as[tracked.fqn])
     saved = [
         SavedGroup(group.members, {key: decode(value) for key, value in group.values.items()})
         for group in manifest.groups

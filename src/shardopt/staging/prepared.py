@@ -30,7 +30,8 @@ def agree(
     """
     if failure is None and plan is not None and plan.report.problems:
         failure = LoadError(plan.report.summary(), plan.report.problems)
-    digest = b"" if plan is None else hashlib.blake2b(plan.digest + repr(options).encode(), digest_size=16).digest()
+    said = options.spelled() if options is not None else ""
+    digest = b"" if plan is None else hashlib.blake2b(plan.digest + said.encode(), digest_size=16).digest()
     if voting:
         try:
             scope.vote("prepare_load", problem=failure, digest=digest if failure is None else b"")

@@ -107,7 +107,7 @@ def test_all_keys_come_from_the_checkpoint_but_those_of_the_kernel_and_the_struc
     kernel = {key: group[key] for key in ("fused", "foreach", "capturable", "differentiable")}
     assert kernel == {"fused": True, "foreach": None, "capturable": True, "differentiable": False}
     assert (group["betas"], group["tag"]) == ((0.5, 0.75), "x")
-    assert report.notes == []
+    assert report.notes == ["group 0: 'betas' was saved as (0.5, 0.75), which replaces (0.9, 0.99)."]
 
 
 def test_a_key_the_checkpoint_lacks_keeps_its_live_value_with_a_note() -> None:
