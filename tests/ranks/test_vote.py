@@ -256,6 +256,9 @@ def interrupted_while_waiting() -> str:
     if scope.rank == 1:
         wait_until_reached("interrupted")
         return "never voted"
+    # As a training process has it, whatever an earlier job has left in this one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     reached("voting")
     try:
         scope.vote("step")
