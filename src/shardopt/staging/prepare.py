@@ -131,8 +131,9 @@ def _compare_live(tracked: Tracked, inventory: Inventory, plan: GroupPlan, repor
     """The same for a parameter that the checkpoint does not have and that keeps its live state."""
     live = inventory.state_of(tracked)
     after = {**plan.group, **plan.assign}
-    lost = [name for name in inventory.known_entries(tracked, after) or () if live and name not in live]
-    if lost and not set(lost) & set(inventory.known_entries(tracked, plan.group) or ()):
+    had = {*(live or ()), *(inventory.known_entries(tracked, plan.group) or ())}
+    lost = [name for name in inventory.known_entries(tracked, after) or () if live and name not in had]
+    if lost:
         report.problems.append(
             f"{tracked.fqn}: it keeps its live state, which lacks {lost}, and with the group values of this load the "
             f"optimizer needs it; fresh=[{tracked.fqn!r}] starts it anew."
