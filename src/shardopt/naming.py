@@ -34,6 +34,11 @@ class Name:
     aliases: tuple[str, ...] = ()
     in_model: bool = True
 
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every name, the first one first."""
+        return (self.fqn, *self.aliases)
+
 
 def canonical(fqn: str) -> str:
     """``fqn`` without the components that wrappers add and nobody else uses.

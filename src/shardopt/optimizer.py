@@ -305,7 +305,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         def source(options: LoadOptions) -> Mapping[str, Any]:
             if isinstance(state_dict, Mapping):
                 return state_dict
-            wanted = {fqn: one for fqn, one in self._inventory.by_fqn.items() if not options.is_fresh(fqn)}
+            wanted = {fqn: one for fqn, one in self._inventory.by_fqn.items() if not options.is_fresh(one.name)}
             return read_checkpoint(state_dict, wanted, prefix=prefix, own_index=self._inventory.own_index)
 
         return self._prepare(

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from shardopt import LoadError, ShardedStateOptimizer
+from shardopt.naming import Name
 from shardopt.staging.options import LoadOptions
 from tests.support.rules import bits, state, weights
 from tests.support.snapshot import snapshot
@@ -259,7 +260,7 @@ def test_unknown_options_are_refused(option: dict[str, Any], error: type[Excepti
 
 def test_patterns_match_whole_names() -> None:
     options = LoadOptions(fresh=("head.*", "block.[01].bias"))
-    assert [options.is_fresh(fqn) for fqn in ("head.weight", "ahead.weight", "block.1.bias", "block.2.bias")] == [
+    assert [options.is_fresh(Name(fqn)) for fqn in ("head.weight", "ahead.weight", "block.1.bias", "block.2.bias")] == [
         True,
         False,
         True,

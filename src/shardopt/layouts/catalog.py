@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ClassSpec", "is_whole_matrix", "spec_of"]
+__all__ = ["ClassSpec", "classes_like", "defaults_of", "is_whole_matrix", "spec_of", "why_refused"]
 
 Group = Mapping[str, Any]
 
@@ -20,7 +22,8 @@ class ClassSpec:
 
     Attributes:
         entries: element-wise entries (shape of the parameter) that a group's options make it keep, in
-            the order the class makes them. Scalars are not listed: they are kept in the manifest.
+            the order the class makes them.
+        scalars: its other entries, 0-d tensors that are kept in the manifest.
         optional: element-wise entries that the class keeps under some options; state of them may be left from before
             an option was changed.
         initial: makes the state a new optimizer has before its first step, of a group's options and this rank's shard;
@@ -30,6 +33,7 @@ class ClassSpec:
     """
 
     entries: Callable[[Group], tuple[str, ...]]
+    scalars: tuple[str, ...] = ("step",)
     optional: tuple[str, ...] = ()
     initial: Callable[[Group, Tensor], dict[str, Any]] | None = None
     scalars_on_parameter_device: bool = False
@@ -74,12 +78,12 @@ _ELEMENTWISE: dict[type[torch.optim.Optimizer], ClassSpec] = {
     torch.optim.Adam: ClassSpec(entries=_adam, optional=("max_exp_avg_sq",)),
     torch.optim.AdamW: ClassSpec(entries=_adam, optional=("max_exp_avg_sq",)),
     torch.optim.Adamax: ClassSpec(entries=_always("exp_avg", "exp_inf")),
-    torch.optim.ASGD: ClassSpec(entries=_always("ax"), scalars_on_parameter_device=True),
-    torch.optim.NAdam: ClassSpec(entries=_always("exp_avg", "exp_avg_sq")),
+    torch.optim.ASGD: ClassSpec(entries=_always("ax"), scalars=("step", "eta", "mu"), scalars_on_parameter_device=True),
+    torch.optim.NAdam: ClassSpec(entries=_always("exp_avg", "exp_avg_sq"), scalars=("step", "mu_product")),
     torch.optim.RAdam: ClassSpec(entries=_always("exp_avg", "exp_avg_sq")),
     torch.optim.RMSprop: ClassSpec(entries=_rmsprop, optional=("momentum_buffer", "grad_avg")),
     torch.optim.Rprop: ClassSpec(entries=_always("prev", "step_size")),
-    torch.optim.SGD: ClassSpec(entries=_sgd, optional=("momentum_buffer",)),
+    torch.optim.SGD: ClassSpec(entries=_sgd, scalars=(), optional=("momentum_buffer",)),
 }
 
 _WHOLE_MATRIX: tuple[type[torch.optim.Optimizer], ...] = (
@@ -98,3 +102,41 @@ def spec_of(optimizer: torch.optim.Optimizer) -> ClassSpec | None:
 def is_whole_matrix(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the class is one of torch's that need a whole parameter (or its sparsity) to update it."""
     return isinstance(optimizer, _WHOLE_MATRIX)
+
+
+@cache
+def defaults_of(known: type[torch.optim.Optimizer]) -> Mapping[str, Any]:
+    """What groups of a known class have when nothing is given."""
+    make: Callable[..., torch.optim.Optimizer] = known
+    return make([torch.zeros(1)]).defaults
+
+
+def classes_like(values: Group, entries: Set[str]) -> list[type[torch.optim.Optimizer]]:
+    """The known classes that may have written a group of these values and, if there is any, this state of a parameter.
+
+    A class must have all its options among the values, as each version of torch writes them, and its entries in the
+    state; users add keys of their own.
+    """
+    found: list[type[torch.optim.Optimizer]] = []
+    for known, spec in _ELEMENTWISE.items():
+        defaults = defaults_of(known)
+        if defaults.keys() <= values.keys() and (not entries or entries >= set(spec.entries(values))):
+            found.append(known)
+    return found
+
+
+def why_refused(optimizer: torch.optim.Optimizer, values: Group) -> str | None:
+    """What the constructor of a known class has against a group of such values, in its own words; None for nothing.
+
+    Makes an optimizer of one element on the CPU. Which kernel runs is not asked: that depends on the parameters.
+    """
+    if spec_of(optimizer) is None:
+        return None
+    make: Callable[..., torch.optim.Optimizer] = type(optimizer)
+    known = inspect.signature(make).parameters.keys() - {"params", "fused"}
+    taken = {key: value for key, value in values.items() if key in known}
+    try:
+        make([torch.zeros(1)], **taken)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return None

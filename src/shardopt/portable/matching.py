@@ -32,7 +32,8 @@ def match_names(tracked: Mapping[str, Tracked], manifest: Manifest) -> Match:
     """Matches live parameters with saved ones.
 
     A parameter that was tied when it was saved has one state and several names, and goes to every live parameter that
-    has one of them. Of several saved parameters that are tied now, the one with the first of the live names counts.
+    has one of them. Of several saved parameters that are tied now, the one that has the first of the live names counts,
+    as its own name or as another one.
 
     Args:
         tracked: live parameters by FQN.
@@ -42,10 +43,10 @@ def match_names(tracked: Mapping[str, Tracked], manifest: Manifest) -> Match:
     saved_as: dict[str, str] = {}
     live_name_of: dict[str, str] = {}
     for fqn, item in tracked.items():
-        names = (fqn, *item.name.aliases)
+        names = item.name.all
         live_name_of.update(dict.fromkeys(names, fqn))
-        found = [name for name in names if name in manifest.parameters]
-        found += [canonical_of[name] for name in names if name in canonical_of]
+        found = [name if name in manifest.parameters else canonical_of.get(name) for name in names]
+        found = [name for name in found if name is not None]
         if found:
             saved_as[fqn] = found[0]
     used = set(saved_as.values())

@@ -101,7 +101,8 @@ class _Parameter:
 
     Attributes:
         name: as the checkpoint spells it.
-        fqn: canonical, and the live one's if this is an alias of it.
+        fqn: canonical.
+        live: the parameter that takes its state; None when none does.
         group: index of its group.
         state: entry -> its key in the checkpoint.
         shape: of the parameter, as far as the checkpoint tells; the live one's otherwise.
@@ -113,6 +114,7 @@ class _Parameter:
     name: str
     fqn: str
     group: int
+    live: Tracked | None = None
     state: dict[str, str] = field(default_factory=dict)
     shape: tuple[int, ...] = ()
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -208,16 +210,19 @@ class _Reading:
 
     def find_state(self) -> None:
         """Names every parameter, and finds the keys of its state."""
-        alias = {other: one.fqn for one in self._tracked.values() for other in one.name.aliases}
         by_name: dict[str, _Parameter] = {}
         for index, group in enumerate(self._groups):
             for name in group.members:
-                fqn = canonical(name)
-                one = _Parameter(name, alias.get(fqn, fqn), index)
+                one = _Parameter(name, canonical(name), index)
                 other = self.parameters.setdefault(one.fqn, one)
                 if other is not one:
                     self._problems.append(f"{one.fqn}: saved twice, as {other.name!r} and {name!r}.")
                 by_name[name] = one
+        for live in self._tracked.values():
+            # Of several that are tied now the first one's state counts, as in every load.
+            saved = [self.parameters[name] for name in live.name.all if name in self.parameters]
+            if saved:
+                saved[0].live = live
         start = self._root + _STATE
         for key in self._storage.entries:
             if not key.startswith(start):
@@ -237,7 +242,7 @@ class _Reading:
         Torch's format has no manifest: a key that was lost looks like an entry that never was.
         """
         fullest: list[dict[frozenset[str], _Parameter]] = [{} for _ in self._groups]
-        wanted = [one for one in self.parameters.values() if one.fqn in self._tracked]
+        wanted = [one for one in self.parameters.values() if one.live is not None]
         for one in wanted:
             fullest[one.group].setdefault(frozenset(one.state), one)
         for one in wanted:
@@ -252,7 +257,7 @@ class _Reading:
 
     def place(self, one: _Parameter) -> None:
         """Decides what becomes of each entry of a parameter, reading none."""
-        live = self._tracked.get(one.fqn)
+        live = one.live
         if live is None:
             return
         one.shape = live.shape
@@ -266,7 +271,7 @@ class _Reading:
             elif tuple(saved.size) == live.shape:
                 handle = handle_for(live, None)
                 one.entries[entry] = ElementwiseEntry(dtype_name(saved.properties.dtype))
-                self._boxes[state_key(one.fqn, entry)] = key, handle
+                self._boxes[state_key(live.fqn, entry)] = key, handle
             else:
                 odd[entry] = tuple(saved.size)
         if odd:
@@ -287,7 +292,8 @@ class _Reading:
             if len(shape) == len(live.shape) and all(map(le, shape, live.shape)):
                 problem += (
                     ". It looks like one rank's shard that was kept as a plain tensor: of such a one torch saves a "
-                    "single rank's, and the other shards are in no file. Save with the state wrapped by shardopt"
+                    "single rank's, and the other shards are in no file: save with the optimizer wrapped by shardopt. "
+                    f"If the parameter has grown since, fresh=[{live.fqn!r}] starts it anew"
                 )
             elif sharded:
                 problem += ", and nothing says how such a tensor is sharded"
@@ -317,7 +323,7 @@ class _Reading:
         if weight is not None:
             return dtype_name(weight.properties.dtype)
         kept = {entry.dtype for entry in one.entries.values() if isinstance(entry, ElementwiseEntry)}
-        live = self._tracked.get(one.fqn)
+        live = one.live
         if len(kept) == 1:
             return kept.pop()
         return "float32" if live is None else dtype_name(live.param.dtype)
@@ -345,7 +351,7 @@ class _Reading:
         handles: dict[str, Handle] = {key: handle for key, (_, handle) in self._boxes.items()}
         records: dict[str, ParameterRecord] = {}
         for fqn, one in self.parameters.items():
-            blob = self._read_whole(one, handles) if one.whole else None
+            blob = self._read_whole(one, one.live, handles) if one.live and one.whole else None
             records[fqn] = ParameterRecord(
                 shape=one.shape,
                 dtype=self._dtype(one),
@@ -371,13 +377,13 @@ class _Reading:
         handles[MANIFEST_KEY] = BytesHandle.of(manifest.to_bytes()).as_read()
         return handles
 
-    def _read_whole(self, one: _Parameter, handles: dict[str, Handle]) -> int:
+    def _read_whole(self, one: _Parameter, live: Tracked, handles: dict[str, Handle]) -> int:
         keys = {one.state[entry]: entry for entry in one.whole}
         found, problems = self._storage.tensors(keys)
         self._problems.extend(f"{key} {problem}." for key, problem in problems.items())
         packed = pack({keys[key]: tensor for key, tensor in found.items()}, one.fqn)
         one.entries.update((entry, WholeEntry(layout)) for entry, layout in packed.entries().items())
-        handles[blob_key(one.fqn)] = BytesHandle.make(packed.chunks, packed.total_bytes).as_read()
+        handles[blob_key(live.fqn)] = BytesHandle.make(packed.chunks, packed.total_bytes).as_read()
         return packed.total_bytes
 
 

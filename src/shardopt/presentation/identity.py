@@ -56,8 +56,7 @@ class Identity:
         for item in self._tracked:
             if not item.name.in_model:
                 continue
-            names = (item.fqn, *item.name.aliases)
-            other = [name for name in names if now.get(name, item.param) is not item.param]
+            other = [name for name in item.name.all if now.get(name, item.param) is not item.param]
             problems += [f"{name}: the model has another parameter of this name now" for name in other]
             if not other and id(item.param) not in held:
                 problems.append(f"{item.fqn}: the model does not have it any more")

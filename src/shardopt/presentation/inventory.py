@@ -135,6 +135,11 @@ class Inventory:
         spec = spec_of(self.part_of(tracked).inner)
         return None if spec is None else spec.entries(group)
 
+    def known_scalars(self, tracked: Tracked) -> tuple[str, ...]:
+        """Entries beside these that the class keeps with any state; none when the class is unknown."""
+        spec = spec_of(self.part_of(tracked).inner)
+        return () if spec is None else spec.scalars
+
     def is_per_rank(self, tracked: Tracked) -> bool:
         """Whether the parameter's state is each rank's own."""
         return self.own_index is not None and not isinstance(tracked.param, DTensor)

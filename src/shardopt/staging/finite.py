@@ -1,16 +1,32 @@
-"""Whether a tensor's elements are finite, in one pass and without memory of its size."""
+"""Whether numbers are finite: a tensor's elements in one pass, without memory of its size."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-__all__ = ["find_non_finite"]
+__all__ = ["find_non_finite", "find_non_finite_in"]
 
 _CHUNK_ELEMENTS = 1 << 22
 _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def find_non_finite_in(value: object) -> str | None:
+    """What is not finite in the tensors of a value and the containers in it.
+
+    Python's own numbers are left alone: to rules, an infinity or NaN among them means that there is none yet.
+    """
+    if isinstance(value, Tensor):
+        return find_non_finite(value)
+    if isinstance(value, Mapping):
+        return find_non_finite_in(list(value.values()))
+    if isinstance(value, (list, tuple, deque)):
+        return next((found for item in value if (found := find_non_finite_in(item)) is not None), None)
+    return None
 
 
 def find_non_finite(tensor: Tensor) -> str | None:

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from shardopt.portable.encode import equal
-from shardopt.staging.filling import can_be_filled
+from shardopt.staging.filling import sharing_memory
 from shardopt.staging.report import Report
+from shardopt.staging.values import Placing, why_unlike
 
-__all__ = ["GroupPlan", "SavedGroup", "plan_groups"]
+__all__ = ["NOT_VALUES", "GroupPlan", "SavedGroup", "plan_groups"]
 
 # Which kernel runs is the live optimizer's choice; the numbers do not depend on it.
 _IMPLEMENTATION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-_STRUCTURE_KEYS = frozenset({"params", "param_names"})
+NOT_VALUES = frozenset({"params", "param_names"})
+"""Keys of a group that say who is in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,24 @@ class GroupPlan:
             live.copy_(saved)
         self.group.update(self.assign)
 
+    def take(self, key: str, value: Any, placing: Placing) -> None:
+        """Plans the new value of a key."""
+        live = self.group.get(key)
+        placed = placing.place(live, value)
+        if placed is not live or key not in self.group:
+            self.assign[key] = placed
+
+    def values_after(self) -> dict[str, Any]:
+        """The group's values as they will be."""
+        saved_of = {id(live): saved for live, saved in self.fill}
+        after: dict[str, Any] = {}
+        for key, value in {**self.group, **self.assign}.items():
+            if type(value) in (tuple, list):
+                after[key] = type(value)(saved_of.get(id(item), item) for item in value)
+            else:
+                after[key] = saved_of.get(id(value), value)
+        return after
+
 
 def plan_groups(
     live: Sequence[tuple[dict[str, Any], Sequence[str]]],
@@ -64,6 +84,7 @@ def plan_groups(
     given = hyperparameters if isinstance(hyperparameters, Mapping) else {}
     group_of = {fqn: group for group in saved for fqn in group.members}
     plans: list[GroupPlan] = []
+    known: set[str] = set()
     for index, (group, members) in enumerate(live):
         label = f"group {index}"
         sources: dict[int, tuple[str, SavedGroup]] = {}
@@ -76,48 +97,65 @@ def plan_groups(
             _plan_values(label, plan, list(sources.values()), given, report)
         else:
             report.notes.append(f"{label}: none of its parameters is in the checkpoint; it keeps its live values.")
-        for key in given:
-            if key in group and _is_like(label, key, given[key], group[key], report):
-                _plan_value(label, plan, key, given[key], report)
-                report.notes.append(f"{label}: {key!r} is {given[key]!r}, as hyperparameters= says.")
-    unknown = sorted(key for key in given if not any(key in group for group, _ in live))
+        known |= _plan_given(label, plan, [one for _, one in sources.values()], given, report)
+    unknown = sorted(given.keys() - known)
     if unknown:
         report.problems.append(f"hyperparameters={unknown}: no parameter group of this optimizer has such a key.")
     _refuse_shared(plans, report)
     return plans
 
 
-def _is_like(label: str, key: str, given: Any, live: Any, report: Report) -> bool:
-    """Whether a given value can stand where the live one does; a problem if not."""
-    number = (int, float)
-    kinds = bool if isinstance(live, bool) else (*number, Tensor) if isinstance(live, (*number, Tensor)) else type(live)
-    if live is None or (isinstance(given, kinds) and (kinds is bool or not isinstance(given, bool))):
-        return True
-    report.problems.append(
-        f"{label}: hyperparameters={{{key!r}: {given!r}}} is a {type(given).__name__}, where the group has {live!r}."
-    )
-    return False
+def _plan_given(
+    label: str, plan: GroupPlan, sources: Sequence[SavedGroup], given: Mapping[str, Any], report: Report
+) -> set[str]:
+    """Plans the given values of the keys that the group has, or was saved with; returns these keys."""
+    keys = [key for key in given if key in plan.group or any(key in source.values for source in sources)]
+    for key in keys:
+        value = given[key]
+        held = plan.group.get(key, next((source.values[key] for source in sources if key in source.values), None))
+        if key in _IMPLEMENTATION_KEYS:
+            why = "says which kernel runs, which is the live optimizer's own: build it with that"
+        else:
+            why = why_unlike(value, held)
+        if why is not None:
+            report.problems.append(f"{label}: hyperparameters={{{key!r}: {value!r}}} {why}.")
+            continue
+        plan.take(key, value, Placing(f"{label}: {key!r}", "is given as", plan.fill, report))
+        report.notes.append(f"{label}: {key!r} is {value!r}, as hyperparameters= says.")
+    return set(keys)
 
 
 def _refuse_shared(plans: Sequence[GroupPlan], report: Report) -> None:
-    """Notes each tensor that several groups share and that would have to take two values."""
-    first: dict[int, tuple[int, Tensor]] = {}
+    """Notes tensors of groups that share memory and would have to take two values."""
+    first: dict[tuple[Any, ...], tuple[int, Tensor, Tensor]] = {}
     for index, plan in enumerate(plans):
         for live, saved in plan.fill:
-            owner, value = first.setdefault(id(live), (index, saved))
+            view = (live.data_ptr(), live.dtype, live.shape, live.stride())
+            owner, _, value = first.setdefault(view, (index, live, saved))
             if not torch.equal(value.to(live.dtype), saved.to(live.dtype)):
-                key = next((key for key, held in plan.group.items() if held is live), "betas")
                 report.problems.append(
-                    f"group {index}: {key!r} is the tensor that group {owner} has too, and they were saved with "
-                    f"different values, {value!r} and {saved!r}. Give each group a tensor of its own."
+                    f"group {index}: {_key_of(plan, live)!r} is the tensor that group {owner} has too, and they were "
+                    f"saved with different values, {value!r} and {saved!r}. Give each group a tensor of its own."
                 )
+    # Of different views of the same memory no order of copying is right.
+    views = sharing_memory([live for _, live, _ in first.values()])
+    where = [f"group {n}: {_key_of(plans[n], live)!r}" for n, live, _ in first.values() if id(live) in views]
+    if where:
+        report.problems.append(f"{', '.join(where)}: these tensors share memory. Give each a tensor of its own.")
+
+
+def _key_of(plan: GroupPlan, live: Tensor) -> str:
+    for key, held in plan.group.items():
+        if held is live or (isinstance(held, (tuple, list)) and any(item is live for item in held)):
+            return key
+    raise AssertionError("a tensor that is filled is in its group")
 
 
 def _plan_values(
     label: str, plan: GroupPlan, sources: list[tuple[str, SavedGroup]], given: Mapping[str, Any], report: Report
 ) -> None:
     first_fqn, first = sources[0]
-    skipped = _IMPLEMENTATION_KEYS | _STRUCTURE_KEYS | given.keys()
+    skipped = _IMPLEMENTATION_KEYS | NOT_VALUES | given.keys()
     keys = [*dict.fromkeys(key for _, group in sources for key in group.values)]
     for key in (key for key in keys if key not in skipped):
         conflict = [
@@ -131,7 +169,11 @@ def _plan_values(
                 f"value: hyperparameters={{{key!r}: ...}}."
             )
             continue
-        _plan_value(label, plan, key, first.values[key], report)
+        live, saved = plan.group.get(key), first.values[key]
+        # Schedules change lr all the time; any other difference is one between two scripts.
+        if key in plan.group and key not in ("lr", "initial_lr") and not _same_value(live, saved):
+            report.notes.append(f"{label}: {key!r} was saved as {saved!r}, which replaces {live!r}.")
+        plan.take(key, saved, Placing(f"{label}: {key!r}", "was saved as", plan.fill, report))
     kept = [key for key in plan.group if key not in keys and key not in skipped]
     if kept:
         report.notes.append(f"{label}: {kept} is not in the checkpoint and keeps its live value.")
@@ -141,63 +183,6 @@ def _agree(left: Mapping[str, Any], right: Mapping[str, Any], key: str) -> bool:
     return key in left and key in right and equal(left[key], right[key])
 
 
-def _plan_value(label: str, plan: GroupPlan, key: str, saved: Any, report: Report) -> None:
-    live = plan.group.get(key)
-    if isinstance(live, Tensor):
-        value = saved if isinstance(saved, Tensor) else _as_tensor(saved, live)
-        if value is None or value.shape != live.shape:
-            report.problems.append(f"{label}: {key!r} is a tensor of shape {tuple(live.shape)}, saved as {saved!r}.")
-            return
-        if not can_be_filled(live):
-            report.problems.append(
-                f"{label}: {key!r} is an expanded tensor, whose elements share memory; give it a tensor of its own."
-            )
-            return
-        if not _fits(value, live):
-            report.problems.append(f"{label}: {key!r} was saved as {saved!r} and cannot be held by {live.dtype}.")
-            return
-        plan.fill.append((live, value))
-        if not isinstance(saved, Tensor):
-            report.notes.append(f"{label}: {key!r} was saved as a {type(saved).__name__} and stays a tensor.")
-    elif isinstance(saved, Tensor) and key in plan.group and isinstance(live, (int, float)) and saved.numel() == 1:
-        plan.assign[key] = saved.item()
-        report.notes.append(f"{label}: {key!r} was saved as a tensor and stays a {type(live).__name__}.")
-    elif isinstance(live, (tuple, list)) and type(live) is type(saved) and len(live) == len(saved):
-        _note_change(label, key, live, saved, report)
-        plan.assign[key] = _plan_items(plan, live, saved)
-    else:
-        if key in plan.group:
-            _note_change(label, key, live, saved, report)
-        plan.assign[key] = saved
-
-
-def _note_change(label: str, key: str, live: Any, saved: Any, report: Report) -> None:
-    # Schedules change lr all the time; any other difference is one between two scripts.
-    if key not in ("lr", "initial_lr") and not equal(live, saved):
-        report.notes.append(f"{label}: {key!r} was saved as {saved!r}, which replaces {live!r}.")
-
-
-def _plan_items(plan: GroupPlan, live: Sequence[Any], saved: Any) -> Any:
-    """``saved``, a tuple or list like ``live``, with the live tensors in it (``betas``) kept, to be filled."""
-    kept = [
-        one if isinstance(one, Tensor) and isinstance(two, Tensor) and _alike(one, two) else two
-        for one, two in zip(live, saved, strict=True)
-    ]
-    plan.fill += [(one, two) for one, two in zip(kept, saved, strict=True) if one is not two]
-    # A namedtuple's class takes its items one by one.
-    return saved if all(one is two for one, two in zip(kept, saved, strict=True)) else type(saved)(kept)
-
-
-def _alike(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and left.dtype == right.dtype and can_be_filled(left)
-
-
-def _as_tensor(saved: Any, live: Tensor) -> Tensor | None:
-    # float64 first: the rounding to the live dtype is then torch's own, once.
-    return torch.tensor(saved, dtype=torch.float64).expand_as(live) if isinstance(saved, (int, float)) else None
-
-
-def _fits(value: Tensor, live: Tensor) -> bool:
-    if live.dtype.is_floating_point or live.dtype.is_complex:
-        return True
-    return torch.equal(value.to(live.dtype).to(value.dtype), value)
+def _same_value(live: Any, saved: Any) -> bool:
+    # Of a tensor on one side the kind is said elsewhere.
+    return isinstance(live, Tensor) or isinstance(saved, Tensor) or equal(live, saved)

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from shardopt.naming import Name
+
 __all__ = ["EXACT", "LoadOptions"]
 
 
@@ -64,14 +66,14 @@ class LoadOptions:
         values = given if isinstance(given, str) else [(key, _spelled(given[key])) for key in sorted(given)]
         return repr((self.strict, self.fresh, values, self.dtype, self.finite))
 
-    def is_fresh(self, fqn: str) -> bool:
-        """Whether the parameter starts anew."""
-        return bool(self.fresh) and any(fnmatchcase(fqn, pattern) for pattern in self.fresh)
+    def is_fresh(self, name: Name) -> bool:
+        """Whether the parameter starts anew: by any of its names, if it is tied."""
+        return bool(self.fresh) and any(fnmatchcase(one, pattern) for one in name.all for pattern in self.fresh)
 
-    def idle_patterns(self, fqns: Iterable[str]) -> list[str]:
+    def idle_patterns(self, names: Iterable[Name]) -> list[str]:
         """Patterns of ``fresh`` that match none of the names."""
-        names = list(fqns)
-        return [pattern for pattern in self.fresh if not any(fnmatchcase(name, pattern) for name in names)]
+        known = [one for name in names for one in name.all]
+        return [pattern for pattern in self.fresh if not any(fnmatchcase(one, pattern) for one in known)]
 
 
 def _spelled(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,44 +15,21 @@ from shardopt.layouts.tracked import Tracked
 from shardopt.portable.encode import decode
 from shardopt.portable.handles import BoxHandle, BytesHandle
 from shardopt.portable.keys import blob_key, rank_keys, state_key
-from shardopt.portable.manifest import ElementwiseEntry, Manifest, ParameterRecord, PerRankEntry, ValueEntry, WholeEntry
+from shardopt.portable.manifest import ElementwiseEntry, PerRankEntry, ValueEntry, WholeEntry
 from shardopt.portable.packing import unpack
 from shardopt.portable.scratch import Scratch
 from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
 from shardopt.presentation.inventory import Inventory
-from shardopt.staging.filling import can_be_filled
-from shardopt.staging.finite import find_non_finite
+from shardopt.staging.finite import find_non_finite_in
 from shardopt.staging.options import LoadOptions
 from shardopt.staging.report import Report
+from shardopt.staging.source import Source
 from shardopt.torch_compat import local_shard
 
-__all__ = ["TAKEN_OVER", "ParameterPlan", "Source", "bytes_of", "plan_fresh", "plan_parameter"]
+__all__ = ["TAKEN_OVER", "ParameterPlan", "bytes_of", "plan_fresh", "plan_parameter"]
 
 TAKEN_OVER = "what was read of it has been taken over by an earlier load and may have changed; read it again."
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What is being loaded.
-
-    Attributes:
-        manifest: the checkpoint's manifest.
-        handles: the portable state's values by key.
-        from_storage: whether a reader filled the handles; otherwise they lend another optimizer's live memory.
-        saved_as: live FQN -> the parameter's FQN in the checkpoint.
-        options: what the load may do.
-    """
-
-    manifest: Manifest
-    handles: Mapping[str, Any]
-    from_storage: bool
-    saved_as: Mapping[str, str]
-    options: LoadOptions
-
-    def record(self, tracked: Tracked) -> ParameterRecord:
-        """What the checkpoint says of a live parameter."""
-        return self.manifest.parameters[self.saved_as[tracked.fqn]]
 
 
 @dataclass(slots=True)
@@ -123,17 +99,16 @@ def _plan_entries(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, s
             loaded = _loaded_box(tracked, name, entry, source, live.get(name), report)
             if loaded is not None:
                 _judge_values(f"{tracked.fqn}: state {name!r}", loaded, source.options, report)
-                _place_box(plan, tracked, inventory, name, loaded, live.get(name))
+                _place_box(plan, tracked, inventory, source, name, loaded, live.get(name))
         elif isinstance(entry, ValueEntry):
             device = inventory.scalar_device(tracked, group, name)
             value = decode(entry.value)
-            if isinstance(value, Tensor):
-                _judge_values(f"{tracked.fqn}: state {name!r}", value, source.options, report)
-            _place_value(plan, name, value, live.get(name), device)
+            _judge_values(f"{tracked.fqn}: state {name!r}", value, source.options, report)
+            _place_value(plan, source, name, value, live.get(name), device)
         elif isinstance(entry, WholeEntry):
             if name in whole:
                 value = _judged(tracked, name, whole[name], live.get(name), source, report)
-                _place_value(plan, name, value, live.get(name), tracked.local.device)
+                _place_value(plan, source, name, value, live.get(name), tracked.local.device)
         else:
             continue
         plan.keep.append(name)
@@ -148,7 +123,7 @@ def _refuse_incomplete(tracked: Tracked, inventory: Inventory, source: Source, r
     if source.manifest.optimizers[saved.optimizer].class_name:
         return
     known = inventory.known_entries(tracked, inventory.groups()[tracked.group]) or ()
-    lost = [name for name in known if name not in saved.entries]
+    lost = [name for name in (*known, *inventory.known_scalars(tracked)) if name not in saved.entries]
     if lost:
         report.problems.append(
             f"{tracked.fqn}: the checkpoint has state {sorted(saved.entries)} of it, but not {lost}, which this "
@@ -188,7 +163,7 @@ def _plan_own(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, sourc
         scalar = isinstance(item, Tensor) and item.dim() == 0
         device = inventory.scalar_device(tracked, group, name) if scalar else tracked.local.device
         value = _judged(tracked, name, item, live.get(name), source, report)
-        _place_value(plan, name, value, live.get(name), device)
+        _place_value(plan, source, name, value, live.get(name), device)
         plan.keep.append(name)
         report.restored.append(state_key(tracked.fqn, name))
 
@@ -251,18 +226,18 @@ def _in_dtype(
 
 def _judged(tracked: Tracked, name: str, value: Any, live: Any, source: Source, report: Report) -> Any:
     """A value that is stored whole, in the dtype this optimizer keeps; problems go to the report."""
-    if not isinstance(value, Tensor):
-        return value
     label = f"{tracked.fqn}: state {name!r}"
     _judge_values(label, value, source.options, report)
+    if not isinstance(value, Tensor):
+        return value
     cast = source.record(tracked).dtype != dtype_name(tracked.local.dtype)
     if not cast or value.dim() == 0 or not value.is_floating_point():
         return value
     return _in_dtype(label, tracked, value, live, source, report)
 
 
-def _judge_values(label: str, loaded: Scratch | Tensor, options: LoadOptions, report: Report) -> None:
-    found = find_non_finite(loaded.tensor() if isinstance(loaded, Scratch) else loaded)
+def _judge_values(label: str, loaded: Any, options: LoadOptions, report: Report) -> None:
+    found = find_non_finite_in(loaded.tensor() if isinstance(loaded, Scratch) else loaded)
     if found is None:
         return
     if options.finite == "report":
@@ -317,6 +292,7 @@ def _place_box(
     plan: ParameterPlan,
     tracked: Tracked,
     inventory: Inventory,
+    source: Source,
     name: str,
     loaded: Scratch | Tensor,
     live: Any,
@@ -325,20 +301,21 @@ def _place_box(
     if isinstance(loaded, Scratch):
         plan.read.append(loaded)
     local = local_shard(live) if isinstance(live, DTensor) else live
-    if isinstance(local, Tensor) and local.shape == box.shape and local.dtype == box.dtype and can_be_filled(local):
+    if source.takes(local, box):
         plan.fill.append((local, box))
     else:
         # Two optimizers must not share a moment: lent memory stays its owner's, scratch goes to the first to take it.
-        if isinstance(loaded, Scratch):
+        # Nor may scratch of a load that ran in inference mode become state: no step could write to it.
+        takes_over = isinstance(loaded, Scratch) and not box.is_inference()
+        if isinstance(loaded, Scratch) and takes_over:
             plan.taken_over.append(loaded)
-        own = box if isinstance(loaded, Scratch) else box.clone()
+        own = box if takes_over else box.clone()
         plan.publish[name] = inventory.part_of(tracked).presentation.to_state(tracked, own)
 
 
-def _place_value(plan: ParameterPlan, name: str, value: Any, live: Any, device: torch.device) -> None:
+def _place_value(plan: ParameterPlan, source: Source, name: str, value: Any, live: Any, device: torch.device) -> None:
     if isinstance(value, Tensor):
-        fits = isinstance(live, Tensor) and live.shape == value.shape and live.dtype == value.dtype
-        if fits and can_be_filled(live):
+        if source.takes(live, value):
             plan.fill.append((live, value))
             return
         value = value.to(device)

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
 from shardopt.collector import paused_collector
-from shardopt.errors import FormatError
+from shardopt.errors import FormatError, PlacementError
+from shardopt.layouts.catalog import classes_like, defaults_of, spec_of, why_refused
 from shardopt.layouts.tracked import Tracked
-from shardopt.portable.encode import decode
+from shardopt.portable.encode import decode, encode
 from shardopt.portable.handles import BytesHandle, Handle
-from shardopt.portable.keys import MANIFEST_KEY
-from shardopt.portable.manifest import Manifest
+from shardopt.portable.keys import MANIFEST_KEY, state_key
+from shardopt.portable.manifest import Manifest, ParameterRecord
 from shardopt.portable.manifest_reader import read_manifest
 from shardopt.portable.matching import Match, match_names
 from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.presentation import qualified_name
-from shardopt.staging.groups import GroupPlan, SavedGroup, plan_groups
+from shardopt.staging.filling import sharing_memory
+from shardopt.staging.groups import NOT_VALUES, GroupPlan, SavedGroup, plan_groups
 from shardopt.staging.options import EXACT, LoadOptions
-from shardopt.staging.parameters import TAKEN_OVER, ParameterPlan, Source, bytes_of, plan_fresh, plan_parameter
+from shardopt.staging.parameters import TAKEN_OVER, ParameterPlan, bytes_of, plan_fresh, plan_parameter
 from shardopt.staging.report import Report, say_names
+from shardopt.staging.source import Source
+from shardopt.torch_compat import local_shard
 
 __all__ = ["Plan", "prepare"]
 
@@ -64,6 +74,8 @@ class Plan:
             group.commit()
 
 
+# What is made in inference mode no step could write to.
+@torch.inference_mode(False)
 @paused_collector()
 def prepare(inventory: Inventory, state_dict: Mapping[str, Any], options: LoadOptions = EXACT) -> Plan:
     """Plans a load from the portable state, reading live state and changing none of it.
@@ -82,19 +94,70 @@ def prepare(inventory: Inventory, state_dict: Mapping[str, Any], options: LoadOp
     match = match_names(inventory.by_fqn, manifest)
     _compare_names(inventory, match, options, report)
     _compare_classes(inventory, manifest, match, options, report)
-    source = Source(manifest, state_dict, from_storage, match.saved_as, options)
+    source = Source(manifest, state_dict, from_storage, match.saved_as, options, _shared_memory(inventory, report))
     parameters: list[ParameterPlan] = []
     for tracked in inventory.tracked:
-        if not options.is_fresh(tracked.fqn) and tracked.fqn in match.saved_as:
+        if not options.is_fresh(tracked.name) and tracked.fqn in match.saved_as:
             parameters.append(plan_parameter(tracked, inventory, source, report))
     groups = _plan_groups(inventory, manifest, match, options, report)
     for tracked in inventory.tracked:
-        if options.is_fresh(tracked.fqn):
+        if options.is_fresh(tracked.name):
             plan = groups[tracked.group]
-            parameters.append(plan_fresh(tracked, inventory, {**plan.group, **plan.assign}))
+            parameters.append(plan_fresh(tracked, inventory, plan.values_after()))
             report.fresh.append(tracked.fqn)
     _compare_entries(inventory, source, groups, parameters, report)
+    if isinstance(options.hyperparameters, Mapping):
+        _try_given(inventory, groups, options.hyperparameters, report)
+    digest += _digest_of(groups)
     return Plan(report, groups, parameters, digest, None if from_storage else state_dict[MANIFEST_KEY])
+
+
+def _shared_memory(inventory: Inventory, report: Report) -> frozenset[int]:
+    """Ids of live state tensors that share memory with another one: they are replaced, since a copy would change both.
+
+    State that shares memory with a parameter is a problem: loading it would change the model.
+    """
+    params = [tracked.local for tracked in inventory.tracked]
+    held: list[tuple[str, Tensor]] = []
+    for tracked in inventory.tracked:
+        for name, value in (inventory.state_of(tracked) or {}).items():
+            if isinstance(value, Tensor):
+                held.append((state_key(tracked.fqn, name), local_shard(value) if isinstance(value, DTensor) else value))
+    in_groups = [value for group in inventory.groups() for value in group.values() if isinstance(value, Tensor)]
+    state = [value for _, value in held]
+    # An object in several groups is not state that is shared.
+    found = sharing_memory([*params, *state, *{id(value): value for value in in_groups}.values()])
+    if not found:
+        return frozenset()
+    # Weights that share memory with each other are no concern of a load.
+    alone = sharing_memory(params)
+    for key, value in held:
+        if id(value) in found and sharing_memory([*params, value]) - alone:
+            report.problems.append(
+                f"{key} shares memory with a parameter, and a load must not change those; keep a copy in state."
+            )
+    return frozenset(found)
+
+
+def _try_given(inventory: Inventory, groups: Sequence[GroupPlan], given: Mapping[str, Any], report: Report) -> None:
+    """Asks the optimizers' own constructors what they think of the values that groups will have."""
+    inners = [part.inner for part in inventory.parts for _ in part.inner.param_groups]
+    for index, (inner, plan) in enumerate(zip(inners, groups, strict=True)):
+        objection = why_refused(inner, plan.values_after())
+        if objection is not None:
+            report.problems.append(f"group {index}: hyperparameters={dict(given)!r}: {objection}")
+
+
+def _digest_of(groups: Sequence[GroupPlan]) -> bytes:
+    """Of the values that groups will have, kept ones too: ranks that differ in them would step apart."""
+    told: list[object] = []
+    for plan in groups:
+        for key, value in plan.values_after().items():
+            if key not in NOT_VALUES:
+                # What has no stored form is refused by the next save, and by no load.
+                with contextlib.suppress(PlacementError):
+                    told.append((key, encode(value, key)))
+    return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).digest()
 
 
 def _compare_entries(
@@ -108,14 +171,14 @@ def _compare_entries(
     kept = {id(plan.param): plan.keep for plan in parameters if plan.keep}
     new_of: dict[tuple[int, int], set[str]] = {}
     for tracked in inventory.tracked:
-        if tracked.fqn not in source.saved_as and not source.options.is_fresh(tracked.fqn):
+        if tracked.fqn not in source.saved_as and not source.options.is_fresh(tracked.name):
             _compare_live(tracked, inventory, groups[tracked.group], report)
         if id(tracked.param) not in kept or tracked.fqn not in source.saved_as:
             continue
         pair = (tracked.group, source.record(tracked).group)
         if pair not in new_of:
             plan = groups[tracked.group]
-            after = {**plan.group, **plan.assign}
+            after = plan.values_after()
             saved = {key: decode(value) for key, value in source.manifest.groups[pair[1]].values.items()}
             needed = (inventory.known_entries(tracked, values) or () for values in (after, {**after, **saved}))
             new_of[pair] = set.difference(*map(set, needed))
@@ -130,7 +193,7 @@ def _compare_entries(
 def _compare_live(tracked: Tracked, inventory: Inventory, plan: GroupPlan, report: Report) -> None:
     """The same for a parameter that the checkpoint does not have and that keeps its live state."""
     live = inventory.state_of(tracked)
-    after = {**plan.group, **plan.assign}
+    after = plan.values_after()
     had = {*(live or ()), *(inventory.known_entries(tracked, plan.group) or ())}
     lost = [name for name in inventory.known_entries(tracked, after) or () if live and name not in had]
     if lost:
@@ -151,7 +214,7 @@ def _plan_groups(
         record = manifest.parameters[match.saved_as[tracked.fqn]]
         saved_class = manifest.optimizers[record.optimizer].class_name
         # One that starts anew may have been another class's, whose values mean nothing here.
-        if options.is_fresh(tracked.fqn) and saved_class != qualified_name(inventory.part_of(tracked).inner):
+        if options.is_fresh(tracked.name) and saved_class != qualified_name(inventory.part_of(tracked).inner):
             continue
         members[tracked.group].append(match.saved_as[tracked.fqn])
     saved = [
@@ -192,10 +255,10 @@ def _open_manifest(state_dict: Mapping[str, Any], report: Report) -> tuple[Manif
 
 
 def _compare_names(inventory: Inventory, match: Match, options: LoadOptions, report: Report) -> None:
-    idle = options.idle_patterns(inventory.by_fqn)
+    idle = options.idle_patterns(one.name for one in inventory.tracked)
     if idle:
         report.problems.append(f"fresh={idle} matches no parameter of this optimizer.")
-    missing = [fqn for fqn in match.missing if not options.is_fresh(fqn)]
+    missing = [fqn for fqn in match.missing if not options.is_fresh(inventory.by_fqn[fqn].name)]
     if not match.saved_as:
         report.problems.append(
             f"nothing in the checkpoint belongs to this optimizer: it has {_count(match.unused)}, this optimizer "
@@ -239,13 +302,27 @@ def _compare_classes(
     different: dict[tuple[str, str], list[str]] = {}
     for tracked in inventory.tracked:
         saved = manifest.parameters.get(match.saved_as.get(tracked.fqn, ""))
-        if saved is None or options.is_fresh(tracked.fqn):
+        if saved is None or options.is_fresh(tracked.name):
             continue
         pair = (manifest.optimizers[saved.optimizer].class_name, qualified_name(inventory.part_of(tracked).inner))
-        # Torch's own checkpoints do not say which class wrote them.
+        if not pair[0]:
+            pair = (_likely_class(inventory, manifest, tracked, saved), pair[1])
         if pair[0] and pair[0] != pair[1]:
             different.setdefault(pair, []).append(tracked.fqn)
     for (saved_class, live_class), fqns in different.items():
         report.problems.append(
             f"{len(fqns)} parameters ({say_names(fqns)}) were saved by {saved_class}; this optimizer is {live_class}."
         )
+
+
+def _likely_class(inventory: Inventory, manifest: Manifest, tracked: Tracked, saved: ParameterRecord) -> str:
+    """Who wrote torch's own format, which does not say so, if that can only be another class; empty if it need not."""
+    inner = inventory.part_of(tracked).inner
+    if spec_of(inner) is None:
+        return ""
+    like = classes_like(manifest.groups[saved.group].values, saved.entries.keys())
+    own = defaults_of(type(inner)).keys()
+    others = [known for known in like if not defaults_of(known).keys() <= own]
+    if type(inner) in like and not others:
+        return ""
+    return " or ".join(f"{known.__module__}.{known.__qualname__}" for known in others or like)

@@ -59,9 +59,9 @@ def test_the_live_kind_of_lr_is_kept(live: Any, saved: Any, expected: Any, note:
 @pytest.mark.parametrize(
     ("live", "saved", "sentence"),
     [
-        (torch.tensor(0.5), torch.tensor([1.0, 2.0]), r"group 0: 'lr' is a tensor of shape \(\), saved as tensor"),
-        (torch.tensor(0.5), "warm", r"group 0: 'lr' is a tensor of shape \(\), saved as 'warm'"),
-        (torch.tensor(0.5), None, r"group 0: 'lr' is a tensor of shape \(\), saved as None"),
+        (torch.tensor(0.5), torch.tensor([1.0, 2.0]), r"group 0: 'lr' is a tensor of shape \(\), and was saved"),
+        (torch.tensor(0.5), "warm", r"group 0: 'lr' is a tensor of shape \(\), and was saved as 'warm'"),
+        (torch.tensor(0.5), None, r"group 0: 'lr' is a tensor of shape \(\), and was saved as None"),
         (torch.tensor(3), 0.25, r"group 0: 'lr' was saved as 0.25 and cannot be held by torch.int64"),
         (torch.tensor(3, dtype=torch.int8), torch.tensor(300), r"group 0: 'lr' was saved as tensor\(300\) and cannot"),
     ],
