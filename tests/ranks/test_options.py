@@ -77,6 +77,24 @@ def test_ranks_with_different_options_do_not_load(ranks: RankPool, tmp_path: Pat
         assert changes == []
 
 
+def keep_values_that_differ(root: str) -> tuple[str, list[str]]:
+    optimizer, model = made(torch.optim.AdamW, {}, 1)
+    dcp.save({"optim": optimizer}, checkpoint_id=root)
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    before = snapshot(optimizer, model)
+    with pytest.raises(RankFailureError) as refused:
+        optimizer.prepare_load(root, hyperparameters="keep")
+    changes = before.diff(snapshot(optimizer, model))
+    optimizer.prepare_load(root).commit()
+    return str(refused.value), changes
+
+
+def test_ranks_that_would_keep_different_values_do_not_load(ranks: RankPool, tmp_path: Path) -> None:
+    for text, changes in ranks.run(2, keep_values_that_differ, str(tmp_path)):
+        assert "or keep different group values" in text
+        assert changes == []
+
+
 def load_with_a_bad_option_on_one_rank(root: str) -> str:
     optimizer, _ = made(torch.optim.AdamW, {}, 1)
     dcp.save({"optim": optimizer}, checkpoint_id=root)

@@ -71,6 +71,27 @@ def refused(root: str, plain: str) -> tuple[str, list[str]]:
     return str(caught.value), before.diff(snapshot(optimizer, model))
 
 
+def load_cast(root: str, dtype: str) -> Any:
+    """Into an expert of another dtype."""
+    model = Experts()
+    model.expert = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), ignored_params={model.expert})
+    optimizer = ShardedStateOptimizer(torch.optim.AdamW(model.parameters(), lr=0.125), model, plain="per_rank")
+    try:
+        optimizer.prepare_load(root, dtype=dtype).commit()
+    except LoadError as error:
+        return str(error)
+    return {entry: value.dtype for entry, value in optimizer.state[model.expert].items()}
+
+
+def test_state_of_ones_own_is_held_to_its_dtype(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, save, str(tmp_path))
+    for text in ranks.run(2, load_cast, str(tmp_path), "same"):
+        assert "expert: state 'exp_avg' was saved as float32, this optimizer keeps bfloat16" in text
+    for kept in ranks.run(2, load_cast, str(tmp_path), "live"):
+        assert kept == {"step": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
+
+
 def load_anew(root: str) -> bool:
     optimizer, model = make("per_rank", 1)
     optimizer.prepare_load(root, fresh=["expert"]).commit()

@@ -51,9 +51,9 @@ def agree(
 
 def _disagreement(verdict: RankFailureError) -> RankFailureError:
     return RankFailureError(
-        "prepare_load: ranks disagree: they read different checkpoints, or were given different options; alike are "
-        f"{' / '.join(map(say_ranks, verdict.disagree.values()))}. Nothing was changed. Give every rank the same path "
-        "and the same options.",
+        "prepare_load: ranks disagree: they read different checkpoints, were given different options, or keep "
+        f"different group values; alike are {' / '.join(map(say_ranks, verdict.disagree.values()))}. Nothing was "
+        "changed. Give every rank the same path, options and hyperparameters.",
         operation=verdict.operation,
         disagree=verdict.disagree,
     )

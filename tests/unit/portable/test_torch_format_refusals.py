@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from shardopt import LoadError, ShardedStateOptimizer
-from tests.support.rules import Awkward, train
+from tests.support.rules import ELEMENTWISE, Awkward, train
 from tests.support.snapshot import snapshot
 from tests.support.tamper import cut_chunks
 from tests.unit.portable.torch_checkpoints import saved_state, trained, two_groups, wrapped
@@ -72,7 +72,7 @@ NESTED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a shard": (
         entry("matrix", "exp_avg", torch.zeros(3, 3)),
         r"matrix: state 'exp_avg' was saved with shape \(3, 3\), the parameter has \(5, 3\)\. It looks like one rank's "
-        r"shard.*the other shards are in no file",
+        r"shard.*the other shards are in no file.*has grown since, fresh=\['matrix'\] starts it anew",
     ),
     "a shard of one row": (
         lambda saved: saved["state"]["matrix"].update(exp_avg=torch.zeros(1, 3), exp_avg_sq=torch.zeros(1, 3)),
@@ -262,3 +262,34 @@ def test_a_flat_parameter_of_old_is_refused_by_name_J6(tmp_path: Path) -> None:
     saved = {"state": {"_flat_param": {"exp_avg": torch.zeros(9)}}, "param_groups": [{"params": ["_flat_param"]}]}
     dcp.save({"optim": saved}, checkpoint_id=tmp_path)
     refused(tmp_path, r"nothing in the checkpoint belongs to this optimizer: it has 1 parameter \(_flat_param\)")
+
+
+ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["no state", "state"])
+@pytest.mark.parametrize("saved_class", ELEMENTWISE.values(), ids=ELEMENTWISE)
+def test_another_class_is_told_by_its_options_and_its_state(saved_class: Any, steps: int, tmp_path: Path) -> None:
+    plain, model = trained(saved_class, steps=steps)
+    dcp.save({"optim": saved_state(plain, model, flat=False)}, checkpoint_id=tmp_path)
+    taken: list[str] = []
+    others: list[str] = []
+    for live_class in ELEMENTWISE.values():
+        optimizer, _ = wrapped(live_class)
+        try:
+            optimizer.prepare_load(tmp_path)
+            taken.append(live_class.__name__)
+        except LoadError as error:
+            others.append(str(error))
+    assert all("were saved by torch.optim" in text for text in others)
+    # These two differ in a value of their groups only, which is loaded, and makes one the other.
+    assert taken == (["Adam", "AdamW"] if saved_class in ADAMS else [saved_class.__name__])
+
+
+def test_a_step_that_every_parameter_has_lost_is_missed(tmp_path: Path) -> None:
+    plain, model = trained()
+    saved = saved_state(plain, model, flat=False)
+    for entries in saved["state"].values():
+        del entries["step"]
+    dcp.save({"optim": saved}, checkpoint_id=tmp_path)
+    refused(tmp_path, r"matrix: the checkpoint has state \['exp_avg', 'exp_avg_sq'\] of it, but not \['step'\]")
