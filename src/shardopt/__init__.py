@@ -1,5 +1,6 @@
 """Shard any torch optimizer with FSDP2: save on N ranks with torch's distributed checkpoint, resume on M."""
 
+from shardopt.checkpoint import load, save
 from shardopt.errors import (
     FormatError,
     LoadError,
@@ -30,4 +31,6 @@ __all__ = [
     "ShardoptError",
     "StaleLoadError",
     "__version__",
+    "load",
+    "save",
 ]

@@ -22,7 +22,7 @@ __all__ = ["read_checkpoint"]
 
 
 def read_checkpoint(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Storage,
     tracked: Mapping[str, Tracked],
     *,
     prefix: str | None = None,
@@ -32,7 +32,7 @@ def read_checkpoint(
 
     Args:
         path: directory written by ``dcp.save``, of a wrapped optimizer or of what torch's ``get_optimizer_state_dict``
-            returned for an unwrapped one.
+            returned for an unwrapped one; or one that is open.
         tracked: live parameters by FQN.
         own_index: whose state is read of parameters of which every rank has saved its own.
         prefix: key of the optimizer in the saved dict (``"optim"``); found by itself when there is only one.
@@ -49,15 +49,16 @@ def read_checkpoint(
     except ShardoptError:
         raise
     except Exception as error:
+        place = path.path if isinstance(path, Storage) else path
         raise LoadError(
-            f"{path}: reading the checkpoint failed: {type(error).__name__}: {error}{foreign(path)}"
+            f"{place}: reading the checkpoint failed: {type(error).__name__}: {error}{foreign(place)}"
         ) from error
 
 
 def _read_all(
-    path: str | os.PathLike[str], tracked: Mapping[str, Tracked], prefix: str | None, own_index: int | None
+    path: str | os.PathLike[str] | Storage, tracked: Mapping[str, Tracked], prefix: str | None, own_index: int | None
 ) -> dict[str, Handle]:
-    storage = Storage(path)
+    storage = path if isinstance(path, Storage) else Storage(path)
     own = [
         key.removesuffix(MANIFEST_KEY)
         for key, entry in storage.entries.items()

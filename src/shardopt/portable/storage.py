@@ -19,15 +19,19 @@ from shardopt.geometry import Box
 from shardopt.portable.handles import BoxHandle, Handle
 from shardopt.portable.tagged import NUMPY_SCALARS
 
-__all__ = ["Storage", "foreign"]
+__all__ = ["Storage", "foreign", "why_not_read_back"]
 
 _DCP_METADATA = ".metadata"
 
-# A computed lr often is a NumPy scalar. It is pickled as a call of this function, which runs nothing; under numpy 1 it
-# has another module's name.
+# A computed lr often is a NumPy scalar, and a random state holds an array. They are pickled as calls of these two
+# functions, which run nothing; under numpy 1 they have another module's name.
 _SCALAR = np.float64(0).__reduce__()[0]
+_ARRAY = np.zeros(0).__reduce__()[0]
 _NUMPY: list[Any] = [
     np.dtype,
+    np.ndarray,
+    (_ARRAY, "numpy.core.multiarray._reconstruct"),
+    (_ARRAY, "numpy._core.multiarray._reconstruct"),
     *{type(np.dtype(name)) for name in NUMPY_SCALARS},
     (_SCALAR, "numpy.core.multiarray.scalar"),
     (_SCALAR, "numpy._core.multiarray.scalar"),
@@ -80,8 +84,8 @@ class Storage:
     def values(self, keys: Iterable[str]) -> tuple[dict[str, object], dict[str, str]]:
         """Pickled values, and what is wrong with those that cannot be had.
 
-        Only what ``torch.load(weights_only=True)`` builds, and NumPy's scalars: plain values and tensors, never a call
-        that a pickle asks for.
+        Only what ``torch.load(weights_only=True)`` builds, and NumPy's scalars and arrays: plain values and tensors,
+        never a call that a pickle asks for.
         """
         planner = _ValuePlanner()
         self._run(planner, dict.fromkeys(keys))
@@ -104,12 +108,36 @@ class _ValuePlanner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
         try:
-            with torch.serialization.safe_globals(_NUMPY):
-                self.found[key] = torch.load(value, map_location="cpu", weights_only=True)
+            self.found[key] = _unpickle(value)
         except Exception as error:
-            # The first line says what was refused; the rest is advice to allow it.
-            reason = next(iter(str(error).splitlines()), "")
-            self.problems[key] = f"is a pickle that is not read ({type(error).__name__}: {reason:.200})"
+            self.problems[key] = f"is a pickle that is not read ({_reason(error)})"
+
+
+def why_not_read_back(value: object) -> str | None:
+    """Why ``Storage.values`` would not have this value again after a save, in words; None when it would."""
+    if isinstance(value, Tensor):
+        return None
+    pickled = io.BytesIO()
+    try:
+        torch.save(value, pickled)
+    except Exception as error:
+        return f"cannot be pickled ({_reason(error)})"
+    pickled.seek(0)
+    try:
+        _unpickle(pickled)
+    except Exception as error:
+        return f"would be a pickle that is not read back ({_reason(error)})"
+    return None
+
+
+def _unpickle(value: io.BytesIO) -> object:
+    with torch.serialization.safe_globals(_NUMPY):
+        return torch.load(value, map_location="cpu", weights_only=True)
+
+
+def _reason(error: Exception) -> str:
+    # The first line says what was refused; the rest is advice to allow it.
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), ''):.200}"
 
 
 def foreign(path: str | os.PathLike[str]) -> str:

@@ -54,12 +54,11 @@ class Ballot:
     """
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], index: int, *, timeout_s: float) -> None:
-        store.set_timeout(timedelta(seconds=min(_BLOCK_S, timeout_s)))
         self.store = store
         self.sequence = 0
         self._ranks = tuple(ranks)
         self._index = index
-        self._timeout_s = timeout_s
+        self.set_timeout(timeout_s)
         self._tally = Tally(len(self._ranks))
         self._written: list[list[str]] = []  # keys of each vote, the oldest first; only the last may still be needed
         self._stale: list[str] = []  # keys that go at this rank's next sweep
@@ -85,6 +84,11 @@ class Ballot:
         verdict = self._close(None) if leave else self._outcome(data, share, count, interrupt)
         self._clear(verdict)
         return verdict
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Sets how long to wait for the others from now on, in seconds."""
+        self.timeout_s = timeout_s
+        self.store.set_timeout(timedelta(seconds=min(_BLOCK_S, timeout_s)))
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
         """The values of keys, or None when they are not all there before the deadline."""
@@ -115,17 +119,17 @@ class Ballot:
         if found:
             return Verdict.decode(found[0])
         decided = peek(self.store, keys[0])
-        return self._close(self._timeout_s) if decided is None else Verdict.decode(decided)
+        return self._close(self.timeout_s) if decided is None else Verdict.decode(decided)
 
     def _await(self, keys: list[str], give_up: Callable[[], bool], *, block: bool = True) -> list[bytes] | None:
         """The values of keys as soon as all are there; None when it was given up or the deadline has passed."""
         start = time.monotonic()
         values = _get(self.store, keys) if block else None
-        while values is None and (waited_s := time.monotonic() - start) < self._timeout_s and not give_up():
+        while values is None and (waited_s := time.monotonic() - start) < self.timeout_s and not give_up():
             if self.store.check(keys):
                 values = _get(self.store, keys)
             else:
-                time.sleep(min(_MAX_POLL_S, max(_MIN_POLL_S, _POLL_SHARE * waited_s), self._timeout_s - waited_s))
+                time.sleep(min(_MAX_POLL_S, max(_MIN_POLL_S, _POLL_SHARE * waited_s), self.timeout_s - waited_s))
         return values
 
     def _is_decided(self, interrupt: Callable[[], Verdict | None] | None) -> bool:

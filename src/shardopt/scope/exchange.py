@@ -34,16 +34,17 @@ class Parcel:
         self._num_ranks = num_ranks
         self._index = index
 
-    def post(self, payload: bytes) -> None:
-        """Puts this rank's payload where the others can read it. Before the vote."""
+    def post(self, payload: bytes, *, index: int | None = None) -> None:
+        """Puts a payload where the others can read it: this rank's, or one for rank ``index``. Before the vote."""
         framed = memoryview(_LENGTH.pack(len(payload)) + payload)
-        for key, start in zip(self._keys(self._index, len(payload)), range(0, len(framed), _CHUNK_BYTES), strict=True):
+        place = self._index if index is None else index
+        for key, start in zip(self._keys(place, len(payload)), range(0, len(framed), _CHUNK_BYTES), strict=True):
             # torch's stub says text; bytes are what it is for
             self._store.set(key, bytes(framed[start : start + _CHUNK_BYTES]))  # pyrefly: ignore[bad-argument-type]
 
-    def withdraw(self, payload: bytes) -> None:
-        """Takes this rank's payload back. After a vote that failed: nobody reads it then."""
-        self._delete(self._keys(self._index, len(payload)))
+    def withdraw(self, payload: bytes, *, index: int | None = None) -> None:
+        """Takes back what was posted. After a vote that failed: nobody reads it then."""
+        self._delete(self._keys(self._index if index is None else index, len(payload)))
 
     def collect(self, payload: bytes) -> list[bytes]:
         """All payloads in rank order, this rank's own given. After a vote that went well.
@@ -59,6 +60,16 @@ class Parcel:
                 self._delete(self._keys(index, len(one)))
             self._delete([f"{self._prefix}/read"])
         return payloads
+
+    def take(self, index: int) -> bytes:
+        """The payload of one place, which nobody else reads and which is deleted. After a vote that went well.
+
+        Raises:
+            TimeoutError: the store does not deliver what it holds before the ballot's deadline.
+        """
+        payload = self._fetch(index)
+        self._delete(self._keys(index, len(payload)))
+        return payload
 
     def _fetch(self, index: int) -> bytes:
         first = self._read(self._keys(index, 0)[0])

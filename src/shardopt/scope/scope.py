@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TypeVar
 
 from torch import distributed as dist
 
@@ -17,6 +18,8 @@ from shardopt.scope.verdict import judge, say_ranks
 from shardopt.torch_compat import own_store
 
 __all__ = ["Scope"]
+
+_T = TypeVar("_T")
 
 
 class Scope:
@@ -36,7 +39,7 @@ class Scope:
         self.ranks = ranks
         self.rank = rank
         self._ballot = ballot
-        self._lock = threading.Lock()  # a checkpoint thread may vote too, and one vote is several requests
+        self._lock = threading.RLock()  # a checkpoint thread may vote too, and one vote is several requests
 
     @classmethod
     def single(cls) -> Scope:
@@ -104,7 +107,8 @@ class Scope:
         Args:
             operation: what the ranks are about to do; at most 64 bytes of UTF-8, the same on every rank.
             problem: why this rank cannot; its text is cut to 392 bytes. KeyboardInterrupt, SystemExit and
-                GeneratorExit are told to the others and raised again at once, without waiting.
+                GeneratorExit are told to the others and raised again at once, without waiting; so is the error of an
+                earlier vote that has waited for ranks in vain.
             digest: what must be equal on all ranks that have no problem; at most 32 bytes.
             facts: 64 flags which may differ between ranks.
 
@@ -125,8 +129,10 @@ class Scope:
         )
         if self._ballot is None:
             return _decide_alone(record, problem, self.rank)
-        if isinstance(problem, KeyboardInterrupt | SystemExit | GeneratorExit):
+        has_waited = isinstance(problem, RankFailureError) and problem.missing
+        if has_waited or isinstance(problem, KeyboardInterrupt | SystemExit | GeneratorExit):
             self._leave(record, self._ballot)
+            assert isinstance(problem, BaseException)
             raise problem
         cause = problem if isinstance(problem, BaseException) else None
         try:
@@ -166,6 +172,83 @@ class Scope:
         except (dist.DistNetworkError, TimeoutError) as error:
             raise _lost(operation, self.rank) from error
         raise verdict.error(operation)
+
+    def gather(self, operation: str, payload: bytes, *, problem: BaseException | None = None) -> list[bytes]:
+        """Collective: a vote and, when it goes well, every rank's payload for the first rank, in rank order.
+
+        The other ranks get nothing. With a ``problem`` the payload does not matter.
+
+        Raises:
+            RankFailureError: as ``vote``.
+        """
+        posted = {self.index: payload} if self.index and problem is None else {}
+
+        def receive(parcel: Parcel) -> list[bytes]:
+            return [payload, *map(parcel.take, range(1, self.size))] if self.index == 0 else []
+
+        return self._mail(operation, posted, problem, receive, alone=[payload])
+
+    def scatter(self, operation: str, payloads: Sequence[bytes], *, problem: BaseException | None = None) -> bytes:
+        """Collective: a vote and, when it goes well, for each rank the payload the first rank has for it.
+
+        Args:
+            operation: what the ranks are about to do.
+            payloads: on the first rank one for each rank, in the order of ``ranks``; elsewhere they do not matter.
+            problem: why this rank cannot; then its payloads do not matter.
+
+        Raises:
+            RankFailureError: as ``vote``.
+        """
+        first = self.index == 0 and problem is None
+        own = payloads[0] if first else b""
+        posted = {index: payload for index, payload in enumerate(payloads) if first and index}
+
+        def receive(parcel: Parcel) -> bytes:
+            return parcel.take(self.index) if self.index else own
+
+        return self._mail(operation, posted, problem, receive, alone=own)
+
+    def _mail(
+        self,
+        operation: str,
+        posted: Mapping[int, bytes],
+        problem: BaseException | None,
+        receive: Callable[[Parcel], _T],
+        *,
+        alone: _T,
+    ) -> _T:
+        """A vote with payloads by index around it; ``alone`` is what a scope of one rank receives."""
+        if self._ballot is None:
+            self.vote(operation, problem=problem)
+            return alone
+        try:
+            with self._lock:
+                parcel = Parcel(self._ballot, self.size, self.index)
+                for index, payload in posted.items():
+                    parcel.post(payload, index=index)
+                try:
+                    self.vote(operation, problem=problem)
+                except RankFailureError:
+                    # Not after an interrupt: then the others may have agreed, and be about to read.
+                    for index, payload in posted.items():
+                        parcel.withdraw(payload, index=index)
+                    raise
+                return receive(parcel)
+        except (dist.DistNetworkError, TimeoutError) as error:
+            raise _lost(operation, self.rank) from error
+
+    @contextlib.contextmanager
+    def within(self, timeout_s: float) -> Generator[None]:
+        """In this block a rank waits so long for the others in each vote, in seconds."""
+        if self._ballot is None:
+            yield
+            return
+        before = self._ballot.timeout_s
+        self._ballot.set_timeout(timeout_s)
+        try:
+            yield
+        finally:
+            self._ballot.set_timeout(before)
 
 
 def _decide_alone(record: Record, problem: BaseException | str | None, rank: int) -> int:

@@ -1,0 +1,80 @@
+"""What a dict for a checkpoint holds: states asked for in one order on all ranks, flattened as DCP does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.checkpoint.stateful import Stateful
+
+from shardopt.errors import RankFailureError
+
+__all__ = ["checked_path", "collect", "kinds_of"]
+
+
+def kinds_of(state: Mapping[str, Any]) -> dict[str, str]:
+    """What must be the same on all ranks of the dict, in words: its keys, and the classes of what has a state.
+
+    Raises:
+        TypeError: it is no dict, or a key is no string.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state is a {type(state).__name__}; expected the dict of dcp.save, {{'model': model, ...}}.")
+    wrong = [key for key in state if not isinstance(key, str)]
+    if wrong:
+        raise TypeError(f"keys of the dict must be strings, not {wrong[:5]!r}.")
+    return {
+        f"key {key!r}": type(value).__qualname__ if _has_state(value) else "a value" for key, value in state.items()
+    }
+
+
+def _has_state(value: object) -> bool:
+    return isinstance(value, Stateful)
+
+
+def checked_path(path: str | os.PathLike[str], timeout_s: float) -> str:
+    """The path as text.
+
+    Raises:
+        TypeError, ValueError: it is no path of a file system, or the time is not positive.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"path {path!r} must be a str or a Path.")
+    if "://" in text:
+        raise ValueError(f"path {text!r} is not in a file system; only directories are supported.")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds.")
+    return text
+
+
+def collect(state: Mapping[str, Any], ask: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Asks for every state, in the order of sorted keys: asking may be collective.
+
+    One that raises does not end it, or this rank would keep the others waiting in the next one. Of several exceptions
+    an interrupt is raised, else a verdict that has waited for ranks in vain, else the first.
+
+    Args:
+        state: the dict.
+        ask: gives the state of what has one; called with the key and the object.
+    """
+    found: dict[str, Any] = {}
+    failures: list[BaseException] = []
+    for key in sorted(state):
+        value = state[key]
+        try:
+            found[key] = ask(key, value) if _has_state(value) else value
+        except BaseException as error:
+            failures.append(error)
+            if isinstance(error, RankFailureError) and error.missing:
+                break
+    if failures:
+        raise min(failures, key=_urgency)
+    return found
+
+
+def _urgency(failure: BaseException) -> int:
+    if isinstance(failure, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+        return 0
+    return 1 if isinstance(failure, RankFailureError) and failure.missing else 2
