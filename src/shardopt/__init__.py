@@ -1,6 +1,7 @@
 """Shard any torch optimizer with FSDP2: save on N ranks with torch's distributed checkpoint, resume on M."""
 
 from shardopt.checkpoint import load, save
+from shardopt.clipping import clip_grad_norm_
 from shardopt.errors import (
     FormatError,
     LoadError,
@@ -31,6 +32,7 @@ __all__ = [
     "ShardoptError",
     "StaleLoadError",
     "__version__",
+    "clip_grad_norm_",
     "load",
     "save",
 ]

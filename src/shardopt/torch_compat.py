@@ -21,6 +21,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shardopt.errors import ScopeError
 
 __all__ = [
+    "foreach_norms",
+    "foreach_scale",
     "fsdp_offloaded",
     "fsdp_stand_ins",
     "gradients_of",
@@ -91,6 +93,14 @@ shard_in_place: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 # An object that stands for the tensor's mesh and placements: the same object, the same placement. Comparing placements
 # costs microseconds; a step over a thousand parameters remembers tokens instead.
 spec_token: Callable[[DTensor], object] = attrgetter("_spec")
+
+
+# One kernel for many tensors where a device has one. The public ``torch.nn.utils.get_total_norm`` accumulates in the
+# tensors' own dtype, where the norm of a float16 tensor overflows, and wants DTensors or plain ones, not both.
+foreach_norms: Callable[..., Sequence[Tensor]] = torch._foreach_norm
+
+# In place, by a number. The public ``torch.nn.utils.clip_grads_with_norm_`` takes parameters, and makes the number.
+foreach_scale: Callable[[Sequence[Tensor], float], None] = torch._foreach_mul_  # pyrefly: ignore
 
 
 def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -22,6 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardopt import ScopeError, torch_compat
 from shardopt.portable.handles import BoxHandle
 from shardopt.torch_compat import (
+    foreach_norms,
+    foreach_scale,
     gradients_of,
     local_box,
     local_shard,
@@ -48,6 +50,20 @@ def test_every_name_has_a_test() -> None:
     assert torch_compat.__all__ == sorted(torch_compat.__all__)
     missing = [name for name in torch_compat.__all__ if f"def test_{name}_" not in source]
     assert not missing
+
+
+def test_foreach_norms_are_in_the_dtype_asked_for() -> None:
+    halves = [torch.full((4,), 6e4, dtype=torch.float16), torch.ones(9, dtype=torch.float16)]  # float16 ends at 65504
+    norms = foreach_norms(halves, 2.0, dtype=torch.float32)
+    assert [(norm.item(), norm.dtype) for norm in norms] == [(120000.0, torch.float32), (3.0, torch.float32)]
+    (largest,) = foreach_norms([torch.tensor([1.0, -3.0])], float("inf"), dtype=None)
+    assert largest == 3
+
+
+def test_foreach_scale_is_in_place() -> None:
+    tensors = [torch.ones(2), torch.full((3,), 2.0)]
+    foreach_scale(tensors, 0.5)
+    assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [1.0, 1.0, 1.0]]
 
 
 def on_rank(rank: int, ranks: Any, **options: Any) -> DeviceMesh:
