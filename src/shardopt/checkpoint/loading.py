@@ -72,6 +72,8 @@ def load(
         TypeError, ValueError: an argument is not what it must be.
     """
     kinds = kinds_of(state)
+    if not isinstance(state, MutableMapping):
+        raise TypeError(f"state is a {type(state).__name__}; values are put into it, so it must be a dict.")
     place = checked_path(path, timeout_s)
     options = LoadOptions.of(strict=strict, fresh=fresh, hyperparameters=hyperparameters, dtype=dtype, finite=finite)
     scope = scope_of(state, timeout_s=timeout_s)
@@ -134,7 +136,11 @@ class _Load:
 
     def _prepare_all(self, storage: Storage, targets: Targets) -> list[str]:
         targets.read(storage, self._options, set(self._optimizers))
-        problems = [f"{key}: {one}" for key, report in targets.reports.items() for one in report.problems]
+        problems = [
+            one if one.startswith(key) else f"{key}: {one}"
+            for key, report in targets.reports.items()
+            for one in report.problems
+        ]
         for key, optimizer in self._optimizers.items():
             try:
                 self._prepared[key] = prepare_unvoted(optimizer, storage, key, self._options)

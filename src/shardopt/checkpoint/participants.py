@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from shardopt.optimizer import ShardedStateOptimizer
 from shardopt.scope import Scope, ranks_of
+from shardopt.torch_compat import fsdp_stand_ins
 
 __all__ = ["scope_of"]
 
@@ -46,8 +47,10 @@ def _tensors(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
+        # After a forward pass FSDP2 shows whole parameters, which do not say who holds them.
+        stand_ins = fsdp_stand_ins()
+        for tensor in (*value.parameters(), *value.buffers()):
+            yield stand_ins.get(id(tensor), tensor)
     elif isinstance(value, (ShardedStateOptimizer, torch.optim.Optimizer)):
         for group in value.param_groups:
             yield from group["params"]

@@ -89,8 +89,9 @@ class Targets:
                 report.problems.append(f"{key}: what holds it cannot be written to; keep it in a dict or a list.")
             else:
                 leaves.append(key)
-        self._read_tensors(storage)
-        self._read_leaves(storage, leaves)
+        for top in self.states:
+            self._read_tensors(top, storage)
+            self._read_leaves(top, storage, leaves)
 
     def _compare_keys(self, storage: Storage, options: LoadOptions, others: set[str]) -> None:
         missing: dict[str, list[str]] = {key: [] for key in self.states}
@@ -159,36 +160,37 @@ class Targets:
         else:
             report.problems.append(f"{key}: {misfit}.")
 
-    def _read_tensors(self, storage: Storage) -> None:
-        with self._reported(list(self._tensors)):
-            storage.read({key: one.handle for key, one in self._tensors.items()})
-            for key, one in self._tensors.items():
+    def _read_tensors(self, top: str, storage: Storage) -> None:
+        mine = {key: one for key, one in self._tensors.items() if self._paths[key][0] == top}
+        with self._reported(top, "tensors"):
+            storage.read({key: one.handle for key, one in mine.items()})
+            for key, one in mine.items():
                 if _incomplete(one):
-                    self._report(key).problems.append(
+                    self.reports[top].problems.append(
                         f"{key}: some of its elements are not in the checkpoint, or not as its metadata says."
                     )
                 else:
-                    self._report(key).restored.append(key)
+                    self.reports[top].restored.append(key)
 
-    def _read_leaves(self, storage: Storage, keys: list[str]) -> None:
-        with self._reported(keys):
-            self._leaves, problems = storage.values(keys)
-            for key, problem in problems.items():
-                self._report(key).problems.append(
-                    f"{key}: {problem}; dcp.load would, and would run it. Leave it out of the dict."
-                )
-            for key in self._leaves:
-                self._report(key).restored.append(key)
+    def _read_leaves(self, top: str, storage: Storage, keys: list[str]) -> None:
+        with self._reported(top, "values"):
+            found, problems = storage.values([key for key in keys if self._paths[key][0] == top])
+            self._leaves.update(found)
+            self.reports[top].restored += found
+            self.reports[top].problems += [
+                f"{key}: {problem}; dcp.load would, and would run it. Leave it out of the dict."
+                for key, problem in problems.items()
+            ]
 
     @contextlib.contextmanager
-    def _reported(self, keys: list[str]) -> Generator[None]:
-        """What reading these keys raises becomes a problem of the first; which one it was is not known."""
+    def _reported(self, top: str, what: str) -> Generator[None]:
+        """What reading raises becomes a problem; which of the keys it was is not known."""
         try:
             yield
         except Exception as error:
-            self._report(keys[0]).problems.append(
-                f"reading {say_names(keys)} failed ({type(error).__name__}: {error}); a file of the checkpoint is "
-                "damaged or missing. Load another one."
+            self.reports[top].problems.append(
+                f"reading its {what} failed ({type(error).__name__}: {error}); a file of the checkpoint is damaged or "
+                "missing. Load another one."
             )
 
     def fill(self, top: str) -> Any:
