@@ -8,13 +8,15 @@ from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
+from shardopt.checkpoint.participants import ranks_holding
 from shardopt.errors import RankFailureError
+from shardopt.scope import Scope
 
-__all__ = ["checked_path", "collect", "kinds_of"]
+__all__ = ["check_state", "checked_path", "collect", "kinds_of"]
 
 
-def kinds_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """What must be the same on all ranks of the dict, in words: its keys, and the classes of what has a state.
+def check_state(state: object) -> None:
+    """Checks what a save or load was given.
 
     Raises:
         TypeError: it is no dict, or a key is no string.
@@ -24,8 +26,17 @@ def kinds_of(state: Mapping[str, Any]) -> dict[str, str]:
     wrong = [key for key in state if not isinstance(key, str)]
     if wrong:
         raise TypeError(f"keys of the dict must be strings, not {wrong[:5]!r}.")
+
+
+def kinds_of(state: Mapping[str, Any], scope: Scope) -> dict[str, str]:
+    """What must be the same on all ranks of the dict, in words: its keys, and the classes of what has a state.
+
+    Not keys whose tensors are on some of the ranks only: the others need not have them.
+    """
     return {
-        f"key {key!r}": type(value).__qualname__ if _has_state(value) else "a value" for key, value in state.items()
+        f"key {key!r}": type(value).__qualname__ if _has_state(value) else "a value"
+        for key, value in state.items()
+        if set(ranks_holding(value)) in (set(), set(scope.ranks))
     }
 
 

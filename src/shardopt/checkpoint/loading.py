@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from shardopt.checkpoint.agreement import agree, own_error
-from shardopt.checkpoint.contents import checked_path, collect, kinds_of
+from shardopt.checkpoint.contents import check_state, checked_path, collect, kinds_of
 from shardopt.checkpoint.participants import scope_of
 from shardopt.checkpoint.target import Targets
 from shardopt.checkpoint.wrapped import names_of_wrapped, poison, prepare_unvoted, run_post_hooks
@@ -71,14 +71,14 @@ def load(
         ScopeError: the ranks that hold what is in the dict did not come together.
         TypeError, ValueError: an argument is not what it must be.
     """
-    kinds = kinds_of(state)
+    check_state(state)
     if not isinstance(state, MutableMapping):
         raise TypeError(f"state is a {type(state).__name__}; values are put into it, so it must be a dict.")
     place = checked_path(path, timeout_s)
     options = LoadOptions.of(strict=strict, fresh=fresh, hyperparameters=hyperparameters, dtype=dtype, finite=finite)
     scope = scope_of(state, timeout_s=timeout_s)
     with scope.within(timeout_s):
-        agree(scope, "load: keys", {"options": options.spelled(), **kinds})
+        agree(scope, "load: keys", {"options": options.spelled(), **kinds_of(state, scope)})
         return _Load(scope, state, Path(place), options).run()
 
 

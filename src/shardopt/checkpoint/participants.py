@@ -14,7 +14,7 @@ from shardopt.optimizer import ShardedStateOptimizer
 from shardopt.scope import Scope, ranks_of
 from shardopt.torch_compat import fsdp_stand_ins
 
-__all__ = ["scope_of"]
+__all__ = ["ranks_holding", "scope_of"]
 
 _NAME = "shardopt checkpoint"
 
@@ -32,7 +32,7 @@ def scope_of(state: Mapping[str, Any], *, timeout_s: float) -> Scope:
         ScopeError: the others did not come in time, or have other ranks.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
-    ranks = ranks_of(_tensors(state))
+    ranks = ranks_holding(state)
     if group is None:
         return Scope.single()
     ranks = ranks or tuple(range(dist.get_world_size()))
@@ -40,6 +40,11 @@ def scope_of(state: Mapping[str, Any], *, timeout_s: float) -> Scope:
     if ranks not in known:
         known[ranks] = Scope.over(ranks, timeout_s=timeout_s, name=_NAME)
     return known[ranks]
+
+
+def ranks_holding(value: object) -> tuple[int, ...]:
+    """The ranks of all meshes in it; ``()`` without any, and for what shows its tensors in its state only."""
+    return ranks_of(_tensors(value))
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

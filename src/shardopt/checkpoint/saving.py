@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from shardopt.checkpoint.agreement import agree, own_error
-from shardopt.checkpoint.contents import checked_path, collect, kinds_of
+from shardopt.checkpoint.contents import check_state, checked_path, collect, kinds_of
 from shardopt.checkpoint.files import Writer
 from shardopt.checkpoint.participants import scope_of
 from shardopt.checkpoint.wrapped import scope_of_wrapped
@@ -45,11 +45,11 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, timeout_s: f
         ScopeError: the ranks that hold what is in the dict did not come together.
         TypeError, ValueError: an argument is not what it must be.
     """
-    kinds = kinds_of(state)
+    check_state(state)
     place = checked_path(path, timeout_s)
     scope = scope_of(state, timeout_s=timeout_s)
     with scope.within(timeout_s):
-        agree(scope, "save: keys", {"path": place, **kinds})
+        agree(scope, "save: keys", {"path": place, **kinds_of(state, scope)})
         _Save(scope, state, place, timeout_s).run()
 
 

@@ -1,0 +1,180 @@
+"""``shardopt.save`` and ``shardopt.load`` where ranks, dicts and checkpoints differ."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.checkpoint_cases import (
+    alone,
+    beside_async,
+    beyond,
+    count_scopes,
+    die_in_finish,
+    differently,
+    load_damaged,
+    misfits,
+    on_topology,
+    plain_only,
+    stages,
+    two_scopes,
+)
+from tests.ranks.checkpoint_functions import load_all, save_all
+from tests.support.models import Topology
+from tests.support.ranks import RankPool, Signal
+
+STEPS = (0, 1)
+
+DIFFERENCES = {
+    "keys": "key 'more': ranks 0-1 none; rank 2 a value",
+    "classes": "key 'extra': ranks 0-1 Extra; rank 2 a value",
+    "path": "path: ranks 0-1 ",
+    "options": "options: ranks 0-1 (True, (), 'checkpoint', 'same', 'error'); rank 2 (False, ",
+    "checkpoint": "the checkpoint, by a digest of its metadata: ranks 0-1 ",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_that_do_something_else_are_named_with_what_it_is(what: str, ranks: RankPool, tmp_path: Path) -> None:
+    for name in ("good", "second"):
+        ranks.run(3, save_all, str(tmp_path / name), "shardopt", STEPS, 4.0)
+    for found in ranks.run(3, differently, what, str(tmp_path), deadline_s=45.0):
+        for operation in {"save", "load"} & found.keys():
+            error_type, message, said = found[operation]
+            phase = "plan" if what == "checkpoint" else "keys"
+            assert error_type == "RankFailureError"
+            assert message.startswith(
+                f"{operation}: {phase}: ranks were given different things; nothing was changed:\n"
+            )
+            assert DIFFERENCES[what] in message
+            assert (said["failures"], said["missing"]) == ({}, ())
+        assert found["changes"] == []
+        assert not found["written"]
+
+
+@pytest.mark.parametrize(
+    ("met", "error", "text"),
+    [
+        (True, "RankFailureError", "save: keys: ranks 1-2 did not arrive"),
+        (False, "ScopeError", "ranks 1-2 did not construct it within 2 s"),
+    ],
+)
+def test_a_save_on_one_rank_only_ends_at_its_deadline(
+    met: bool, error: str, text: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    kind, said = ranks.run(3, alone, str(tmp_path), met, deadline_s=25.0)[0]
+    assert kind == error
+    assert text in said
+
+
+def test_the_problems_of_a_rank_are_in_its_own_error_and_the_others_name_it(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, save_all, str(tmp_path / "good"), "shardopt", STEPS, 4.0)
+    well, bad = ranks.run(2, misfits, str(tmp_path), 1)
+    assert well["error"][0] == "RankFailureError"
+    assert well["error"][1].startswith("load: read failed on rank 1: LoadError: ")
+    error_type, _, said = bad["error"]
+    assert error_type == "LoadError"
+    assert [problem.partition(":")[0] for problem in said["problems"]] == ["model.offset", "nested.plain"]
+    assert said["cause"].startswith("RankFailureError: load: read failed on rank 1")
+    assert well["changes"] == bad["changes"] == []
+
+
+@pytest.mark.parametrize("damage", ["cut everywhere", "cut for rank 1", "no metadata", "no metadata for rank 1"])
+def test_a_damaged_checkpoint_is_refused_on_all_ranks(damage: str, ranks: RankPool, tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    ranks.run(2, save_all, str(good), "shardopt", STEPS, 4.0)
+    for rank in range(2) if damage.endswith("1") else [None]:
+        copied = tmp_path / ("bad" if rank is None else f"bad.rank{rank}")
+        shutil.copytree(good, copied)
+        if rank == 0:
+            continue
+        if damage.startswith("cut"):
+            for file in copied.glob("*.distcp"):
+                file.write_bytes(file.read_bytes()[:200])
+        else:
+            (copied / ".metadata").unlink()
+    operation = "read" if damage.startswith("cut") else "plan"
+    for rank, found in enumerate(ranks.run(2, load_damaged, str(tmp_path), "bad", deadline_s=45.0)):
+        error_type, message, said = found["error"]
+        assert found["changes"] == []
+        if damage.endswith("1") and rank == 0:
+            assert error_type == "RankFailureError"
+            assert message.startswith(f"load: {operation} failed on rank 1: LoadError: ")
+        else:
+            assert error_type == "LoadError"
+            assert "cannot be loaded" in message
+            assert said["cause"].startswith(f"RankFailureError: load: {operation} failed on rank")
+
+
+@pytest.mark.parametrize(
+    ("bad", "point", "there", "number"),
+    [
+        (1, "other", "the new checkpoint is complete", 5.0),
+        (0, "after", "rank 0 publishes the checkpoint, and may have", 5.0),
+        (0, "before", "rank 0 publishes the checkpoint, and may have", 4.0),
+    ],
+)
+def test_a_rank_killed_at_the_end_leaves_one_complete_checkpoint(
+    bad: int, point: str, there: str, number: float, ranks: RankPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "good")
+    old = ranks.run(3, save_all, path, "shardopt", STEPS, 4.0)[0]
+    new = ranks.run(3, save_all, str(tmp_path / "new"), "shardopt", (0, 1, 2), 5.0)[0]
+    plan = [Signal(rank=bad, signal=signal.SIGKILL, at="ready")]
+    outcomes = ranks.outcomes(3, die_in_finish, path, bad, point, signals=plan, fresh=True, deadline_s=25.0)
+    for outcome in outcomes:
+        if outcome.rank != bad:
+            error_type, message, said = outcome.value
+            assert error_type == "RankFailureError"
+            assert message.startswith(f"save: finish: rank {bad} did not arrive within 2 s")
+            assert f"In {path}: {there}" in message
+            assert said["missing"] == (bad,)
+    for differences, _ in ranks.run(2, load_all, path, "shardopt", new if number == 5.0 else old):
+        assert differences == []
+
+
+@pytest.mark.parametrize("how", ["shardopt", "dcp first"])
+@pytest.mark.parametrize("topology", ["fsdp", "hsdp", "fsdp_tp"])
+def test_topologies_come_back_bit_for_bit(topology: Topology, how: str, ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(4, on_topology, str(tmp_path), topology, how) == [[]] * 4
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_without_anything_sharded_all_ranks_take_part(world_size: int, ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(world_size, plain_only, str(tmp_path))
+    assert [number for number, _ in found] == [3] * world_size
+    # One rank's copy of what is equal on all of them is saved.
+    assert any(differences == [0.0] * 4 for _, differences in found)
+    assert len(os.listdir(tmp_path)) <= 1 + world_size
+
+
+def test_parts_of_the_ranks_save_on_their_own(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(4, stages, str(tmp_path)) == [[]] * 4
+
+
+def test_optimizers_of_different_ranks_are_loaded_together_or_not_at_all(ranks: RankPool, tmp_path: Path) -> None:
+    for rank, found in enumerate(ranks.run(4, two_scopes, str(tmp_path))):
+        error_type, message, _ = found["error"]
+        assert error_type == ("LoadError" if rank == 3 else "RankFailureError")
+        assert "second1: " in message
+        assert rank == 3 or message.startswith("load: read failed on rank 3: LoadError")
+        assert found["kept"] == found["loaded"] == []
+
+
+def test_ranks_that_cannot_be_told_from_the_dict_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for rank, text in enumerate(ranks.run(4, beyond, str(tmp_path / "x"))):
+        others = "ranks 2-3" if rank < 2 else "ranks 0-1"
+        assert f"hidden.tensor: it is on {others} too, which do not take part" in text
+
+
+def test_a_stock_async_save_runs_beside(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, beside_async, str(tmp_path)) == [[], []]
+
+
+def test_the_ranks_meet_once(ranks: RankPool, tmp_path: Path) -> None:
+    # And once more in the optimizer's own scope, before they are counted.
+    assert ranks.run(2, count_scopes, str(tmp_path)) == [1, 1]
