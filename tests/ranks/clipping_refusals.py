@@ -51,7 +51,11 @@ def crossing_job(dense: str) -> tuple[str, str, int]:
     """Dense parameters on pairs of ranks, or on all of them; experts on the other pairs, others on each."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     mesh = grid["b"] if dense == "pairs" else init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
-    params = [with_gradient(torch.ones(4, 2), mesh, [Shard(0)]), with_gradient(torch.ones(4, 2), grid["a"], [Shard(0)])]
+    experts = grid["a"]
+    if dense == "namesakes":  # axes of the same names, but of other ranks
+        mesh, experts = grid, DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("a", "b"))["a"]
+    shards = [Shard(0)] * mesh.ndim
+    params = [with_gradient(torch.ones(4, 2), mesh, shards), with_gradient(torch.ones(4, 2), experts, [Shard(0)])]
     caught: list[BaseException] = []
 
     def attempt() -> Tensor:

@@ -152,8 +152,9 @@ def test_crossing_meshes_are_refused_before_anything_is_sent(ranks: RankPool) ->
         assert "clip each part on its own" in message
 
 
-def test_parameters_on_pairs_that_are_no_slices_are_refused(ranks: RankPool) -> None:
-    for kind, message, _ in ranks.run(4, refusals.crossing_job, "all"):
+@pytest.mark.parametrize("dense", ["all", "namesakes"])
+def test_parameters_on_pairs_that_are_no_slices_are_refused(ranks: RankPool, dense: str) -> None:
+    for kind, message, _ in ranks.run(4, refusals.crossing_job, dense):
         assert kind == "ScopeError"
         assert "rank 3: parameter 1 of shape (4, 2): its mesh" in message
 
