@@ -271,3 +271,39 @@ def count_scopes(path: str) -> int:
     finally:
         Scope.over = genuine
     return len(made)
+
+
+def in_different_orders(path: str) -> list[str]:
+    """Two optimizers, which the ranks have in their dicts in different orders."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    for model in (first, second):
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    state: dict[str, Any] = {"a": stepped(torch.optim.AdamW(first.parameters()), first, 1.0)}
+    state["b"] = stepped(torch.optim.SGD(second.parameters(), lr=0.5, momentum=0.5), second, 2.0)
+    if dist.get_rank() == 1:
+        state = dict(reversed(state.items()))
+    shardopt.save(state, path, timeout_s=SHORT_S)
+    before = {key: local(value).clone() for one in state.values() for key, value in one.sharded_state().items()}
+    shardopt.load(state, path, timeout_s=SHORT_S)
+    return value_differences(
+        before, {key: local(value) for one in state.values() for key, value in one.sharded_state().items()}
+    )
+
+
+def after_a_forward(directory: str) -> list[str]:
+    """Ranks 0, 1 and ranks 2, 3 save a model alone, which shows whole parameters after it was evaluated."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "fsdp"))
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh["fsdp"])
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    path = os.path.join(directory, f"stage{dist.get_rank() // 2}")
+    shardopt.save({"model": model}, path, timeout_s=SHORT_S)
+    before = {name: local(param.detach()).clone() for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+        model(torch.ones(1, 4))
+    shardopt.load({"model": model}, path, timeout_s=SHORT_S)
+    return value_differences(before, {name: local(param.detach()) for name, param in model.named_parameters()})

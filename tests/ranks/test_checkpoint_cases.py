@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.checkpoint_cases import (
+    after_a_forward,
     alone,
     beside_async,
     beyond,
     count_scopes,
     die_in_finish,
     differently,
+    in_different_orders,
     load_damaged,
     misfits,
     on_topology,
@@ -178,3 +180,13 @@ def test_a_stock_async_save_runs_beside(ranks: RankPool, tmp_path: Path) -> None
 def test_the_ranks_meet_once(ranks: RankPool, tmp_path: Path) -> None:
     # And once more in the optimizer's own scope, before they are counted.
     assert ranks.run(2, count_scopes, str(tmp_path)) == [1, 1]
+
+
+def test_dicts_in_different_orders_are_one(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, in_different_orders, str(tmp_path)) == [[], []]
+
+
+def test_a_model_that_shows_whole_parameters_after_a_forward_pass_is_saved_by_its_ranks(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    assert ranks.run(4, after_a_forward, str(tmp_path)) == [[]] * 4
