@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -20,7 +21,7 @@ from shardopt.scope import Scope
 from tests.ranks.checkpoint_functions import LONG_S, SHORT_S, caught, everything, parts, works
 from tests.ranks.refusals import make, train
 from tests.support.gather import gathered, gathered_parameters
-from tests.support.models import Shape, Topology, build
+from tests.support.models import Shape, Topology, build, set_gradients
 from tests.support.ranks import reached, wait_until_reached
 from tests.support.raw_values import value_differences
 from tests.support.snapshot import snapshot
@@ -307,3 +308,54 @@ def after_a_forward(directory: str) -> list[str]:
         model(torch.ones(1, 4))
     shardopt.load({"model": model}, path, timeout_s=SHORT_S)
     return value_differences(before, {name: local(param.detach()) for name, param in model.named_parameters()})
+
+
+def refuse(*args: Any) -> None:
+    raise ArithmeticError("not on this rank")
+
+
+def verdict_of_the_optimizer(path: str, bad: int, what: str) -> tuple[str, str, list[str]]:
+    """The optimizer's ranks fail in its own vote; what a save raises here, its cause, and the files it left."""
+    shape = Shape(ignored=("scale",))
+    model = build("fsdp", shape)
+    optimizer = make(model)
+    for step in (0, 1):
+        train(optimizer, model, (step,))
+    set_gradients(model, 2)
+    optimizer.step()
+    if dist.get_rank() == bad:
+        if what == "hook":
+            optimizer.register_state_dict_pre_hook(refuse)
+        else:
+            optimizer.state[model.scale]["exp_avg"].add_(1.0)
+    _, text, said = caught(shardopt.save, {"model": model, "optim": optimizer}, path, timeout_s=LONG_S)
+    return text, said["cause"], os.listdir(path) if os.path.exists(path) else []
+
+
+def other_ways(path: str, how: str) -> list[str]:
+    """Optimizers that never vote, that keep each rank's own state, or that torch saved."""
+    shape = Shape(ignored=("scale",))
+
+    def make_one(seed: int) -> tuple[Any, Any]:
+        model = build("fsdp", shape, seed=seed)
+        options = {"consensus": "off"} if how == "off" else {"plain": "per_rank"} if how == "per rank" else {}
+        return model, ShardedStateOptimizer(torch.optim.AdamW(model.parameters()), model, **options)
+
+    model, optimizer = make_one(0)
+    set_gradients(model, 0)
+    if how == "torch":
+        optimizer = optimizer.optimizers[0]
+    elif how == "per rank":
+        model.scale.grad.add_(dist.get_rank())
+    optimizer.step()
+    if how == "torch":
+        dcp.save({"model": model, "optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
+    else:
+        shardopt.save({"model": model, "optim": optimizer}, path)
+    other, fresh = make_one(7)
+    shardopt.load({"model": other, "optim": fresh}, path)
+    left, right = (
+        {f"{name}.{key}": local(one) for name, param in of.named_parameters() for key, one in state[param].items()}
+        for of, state in ((model, optimizer.state), (other, fresh.state))
+    )
+    return value_differences(left, right)

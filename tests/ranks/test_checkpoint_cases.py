@@ -21,9 +21,11 @@ from tests.ranks.checkpoint_cases import (
     load_damaged,
     misfits,
     on_topology,
+    other_ways,
     plain_only,
     stages,
     two_scopes,
+    verdict_of_the_optimizer,
 )
 from tests.ranks.checkpoint_functions import load_all, save_all
 from tests.support.models import Topology
@@ -190,3 +192,23 @@ def test_a_model_that_shows_whole_parameters_after_a_forward_pass_is_saved_by_it
     ranks: RankPool, tmp_path: Path
 ) -> None:
     assert ranks.run(4, after_a_forward, str(tmp_path)) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("hook", "state_dict failed on rank 1: ArithmeticError: not on this rank"),
+        ("values", "state_dict: ranks hold differently what has to be the same on all of them; nothing was saved"),
+    ],
+)
+def test_the_verdict_of_the_optimizers_own_vote_is_what_is_raised(
+    what: str, text: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    for rank, (said, _, files) in enumerate(ranks.run(2, verdict_of_the_optimizer, str(tmp_path / "x"), 1, what)):
+        assert said.startswith(text), rank
+        assert files == []
+
+
+@pytest.mark.parametrize("how", ["off", "per rank", "torch"])
+def test_optimizers_of_every_kind_come_back(how: str, ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, other_ways, str(tmp_path), how) == [[], []]

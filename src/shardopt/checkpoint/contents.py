@@ -20,12 +20,19 @@ def check_state(state: object) -> None:
 
     Raises:
         TypeError: it is no dict, or a key is no string.
+        ValueError: something that has a state is in it twice.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state is a {type(state).__name__}; expected the dict of dcp.save, {{'model': model, ...}}.")
     wrong = [key for key in state if not isinstance(key, str)]
     if wrong:
         raise TypeError(f"keys of the dict must be strings, not {wrong[:5]!r}.")
+    key_of: dict[int, str] = {}
+    for key, value in state.items():
+        if _has_state(value) and key_of.setdefault(id(value), key) != key:
+            raise ValueError(
+                f"{key_of[id(value)]!r} and {key!r} are the same {type(value).__name__}; keep one of them."
+            )
 
 
 def kinds_of(state: Mapping[str, Any], scope: Scope) -> dict[str, str]:

@@ -57,11 +57,10 @@ def _tensors(value: object) -> Iterator[Tensor]:
         for tensor in (*value.parameters(), *value.buffers()):
             yield stand_ins.get(id(tensor), tensor)
     elif isinstance(value, (ShardedStateOptimizer, torch.optim.Optimizer)):
-        for group in value.param_groups:
-            yield from group["params"]
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+        yield from (param for group in value.param_groups for param in group["params"])
+    elif isinstance(value, (Mapping, list)):
+        # Most long lists are of numbers.
+        kinds = object if isinstance(value, Mapping) else (Tensor, Mapping, list)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            if isinstance(item, kinds):
+                yield from _tensors(item)

@@ -16,6 +16,8 @@ import shardopt
 from shardopt import ShardoptError
 from shardopt.checkpoint.files import Writer
 
+MODEL = nn.Linear(1, 1)
+
 
 def names(path: Path) -> list[str]:
     return sorted(child.name for child in path.iterdir())
@@ -111,6 +113,7 @@ def test_values_that_no_load_would_read_are_refused(value: object, text: str, tm
     [
         (([1], "x"), TypeError, "state is a list"),
         (({1: 2}, "x"), TypeError, "keys of the dict must be strings"),
+        (({"a": MODEL, "b": MODEL}, "x"), ValueError, "'a' and 'b' are the same Linear"),
         (({}, "s3://bucket/x"), ValueError, "not in a file system"),
         (({}, b"x"), TypeError, "must be a str or a Path"),
     ],
