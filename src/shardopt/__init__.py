@@ -1,5 +1,6 @@
 """Shard any torch optimizer with FSDP2: save on N ranks with torch's distributed checkpoint, resume on M."""
 
+from shardopt.amp import GradScaler
 from shardopt.checkpoint import load, save
 from shardopt.clipping import clip_grad_norm_
 from shardopt.errors import (
@@ -20,6 +21,7 @@ from shardopt.version import __version__
 
 __all__ = [
     "FormatError",
+    "GradScaler",
     "LoadError",
     "NamingError",
     "PlacementError",

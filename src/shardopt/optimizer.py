@@ -20,21 +20,22 @@ from shardopt.portable.export import export, live_tensors
 from shardopt.portable.handles import Lease
 from shardopt.portable.keys import MANIFEST_KEY
 from shardopt.portable.reader import read_checkpoint
-from shardopt.presentation.assembly import checked, explain, join, make_part, track_all, track_group
-from shardopt.presentation.inventory import Inventory
+from shardopt.presentation.assembly import explain, track_group
 from shardopt.presentation.joined_state import JoinedState
-from shardopt.presentation.presentation import Ready, amp_scale, drop_amp_scale
-from shardopt.staging.consensus import Consensus, check_options
+from shardopt.presentation.presentation import amp_scale, drop_amp_scale
+from shardopt.staging.construction import construct
 from shardopt.staging.fingerprint import Fingerprint
 from shardopt.staging.options import LoadOptions
 from shardopt.staging.poison import Poison
 from shardopt.staging.prepare import Plan, prepare
 from shardopt.staging.prepared import PreparedLoad, agree
-from shardopt.torch_compat import refuse_dcp_state_dict, run_post_hooks, run_pre_hooks, without_dynamo
+from shardopt.staging.stepping import Stepping
+from shardopt.torch_compat import capturing_graph, refuse_dcp_state_dict, without_dynamo
 
 __all__ = ["ShardedStateOptimizer"]
 
 _LOG = logging.getLogger(__name__)
+_STEP = "Optimizer.step#ShardedStateOptimizer.step"
 _NOTHING_READ = (
     "nothing was read into the state dict that is loaded: it is this optimizer's own and puts back what was there. "
     "After a dcp.load with allow_partial_load=True that means the checkpoint has no optimizer under this key."
@@ -84,28 +85,30 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             PresentationError: ``compute`` does not suit the optimizer's class.
             ScopeError: the ranks that hold the parameters cannot be joined.
         """
-        check_options(consensus, vote_timeout, plain)
-        # Optimizer.__init__ would make groups and state of its own; only its hooks are wanted.
+        # Optimizer.__init__ would make groups and state of its own, and wrap step; only the hooks are wanted.
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
         self._optimizer_state_dict_pre_hooks = OrderedDict()
         self._optimizer_state_dict_post_hooks = OrderedDict()
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
         self._optimizer_load_state_dict_post_hooks = OrderedDict()
-        self._patch_step_function()
         inners = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._models = [model] if isinstance(model, nn.Module) else list(model)
+        self._inventory, self._consensus = construct(
+            inners,
+            self._models,
+            ShardedStateOptimizer,
+            compute=compute,
+            mode=consensus,
+            vote_timeout_s=vote_timeout,
+            plain=plain,
+        )
+        self._scope = self._consensus.scope
         self._changes = 0
         self._prepared = 0
         self._poison = Poison()
+        self._stepping = Stepping(self._inventory, self._consensus, self._poison, self._note_change)
         self._stray_logged: set[str] = set()
-        parts = [make_part(inner, compute) for inner in checked(inners, ShardedStateOptimizer)]
-        tracked = track_all(inners, self._models)
-        self._scope = join(tracked, vote_timeout)
-        self._consensus = Consensus(consensus, self._scope)
-        own = self._scope.index if plain == "per_rank" and self._scope.size > 1 else None
-        self._inventory = Inventory(parts, self._scope.size, self._models, own)
-        self._inventory.add(tracked)
         self._joined_groups: list[dict[str, Any]] = self._inventory.groups()
         self._joined_state = JoinedState(self._inventory)
 
@@ -138,10 +141,23 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             return first.defaults
         return {k: v for k, v in first.defaults.items() if all(k in other.defaults for other in others)}
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler asks by this name whether it may leave unscaling and skipping to the kernel.
-        return all(getattr(inner, "_step_supports_amp_scaling", False) for inner in self.optimizers)
+    # GradScaler asks by this name whether to leave skipping to the step, where all ranks decide as one.
+    _step_supports_amp_scaling = True
+
+    def unscale(self, inverse: Tensor, *, half: bool) -> dict[torch.device, Tensor]:
+        """Collective. Multiplies gradients by ``inverse``, of GradScaler's scale, and agrees on an overflow.
+
+        Args:
+            inverse: one element, float32.
+            half: whether float16 gradients are allowed.
+
+        Returns:
+            By device, a 0-d float32 tensor: 1.0 if any rank has an infinity or NaN, else 0.0.
+
+        Raises:
+            RankFailureError: a rank has a float16 gradient and ``half`` is False.
+        """
+        return self._stepping.unscale(inverse, half=half)
 
     @without_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -153,44 +169,14 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         Raises:
             RankFailureError: another rank failed before the update.
         """
+        if capturing_graph():
+            raise PresentationError("step: votes are not replayed with a CUDA graph; step outside of its capture.")
         try:
-            return self._step(closure, amp_scale(self))
+            with torch.profiler.record_function(_STEP):
+                return self._stepping.run(self, closure, amp_scale(self))
         except BaseException:
             drop_amp_scale(self)
             raise
-
-    def _step(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
-        loss: Any = None
-        ready: list[Ready] = []
-        failure: BaseException | None = None
-        parts = self._inventory.parts
-        inner_calls_closure = closure is not None and any(part.choice.compute != "local" for part in parts)
-        try:
-            self._poison.check()
-            if inner_calls_closure and len(parts) > 1:
-                raise PresentationError("a closure with several optimizers needs all of them to be element-wise.")
-            for part in parts:
-                run_pre_hooks(part.inner, closure)
-            if closure is not None and not inner_calls_closure:
-                with torch.enable_grad():
-                    loss = closure()
-            ready = [part.presentation.preflight() for part in parts]
-        except BaseException as error:
-            failure = error
-        unaligned: list[str] = []
-        for one in ready:
-            unaligned += one.unaligned.values()
-        self._consensus.vote("step", failure, every_step=True, digest="\n".join(unaligned).encode())
-        self._changes += 1
-        try:
-            for part, one in zip(parts, ready, strict=True):
-                result = part.presentation.step(one, closure if inner_calls_closure else None, amp)
-                loss = result if inner_calls_closure else loss
-                run_post_hooks(part.inner, closure)
-        except BaseException as error:
-            self._poison.set("step", error)
-            raise
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets all gradients, by the wrapped optimizers' own ``zero_grad``."""
@@ -354,15 +340,25 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
                 "add_param_group cannot tell which of several optimizers gets the group; add it to that optimizer and "
                 "wrap them again."
             )
+        inner = self._inventory.parts[0].inner
+        num_groups = len(inner.param_groups)
         failure: BaseException | None = None
         tracked: list[Tracked] = []
         try:
             tracked = track_group(param_group, self._inventory, self._models, self._scope)
+            inner.add_param_group(param_group)
+            self._inventory.check(tracked)
         except BaseException as error:
             failure = error
         names = "\n".join(item.fqn for item in tracked).encode()
-        self._consensus.vote("add_param_group", failure, digest=names)
-        self._inventory.parts[0].inner.add_param_group(param_group)
+        try:
+            self._consensus.vote("add_param_group", failure, digest=names)
+        except BaseException:
+            for group in inner.param_groups[num_groups:]:
+                for param in group["params"]:
+                    inner.state.pop(param, None)
+            del inner.param_groups[num_groups:]
+            raise
         self._changes += 1
         self._inventory.add(tracked)
 
@@ -388,6 +384,9 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         )
 
     __copy__ = __deepcopy__ = __reduce_ex__ = __getstate__ = __setstate__ = _refuse_copy  # pyrefly: ignore
+
+    def _note_change(self) -> None:
+        self._changes += 1
 
     def _changed_since(self, changes: int) -> bool:
         return self._changes != changes

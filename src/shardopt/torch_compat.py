@@ -17,10 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardopt.errors import ScopeError
 
 __all__ = [
+    "capturing_graph",
     "foreach_norms",
     "foreach_scale",
     "fsdp_offloaded",
@@ -37,11 +39,14 @@ __all__ = [
     "root_mesh_ranks",
     "run_post_hooks",
     "run_pre_hooks",
+    "run_wrapper_post_hooks",
+    "run_wrapper_pre_hooks",
     "same_spec",
     "set_gradients",
     "shard_in_place",
     "spec_token",
     "storage_token",
+    "unscale_in_place",
     "without_dynamo",
 ]
 
@@ -187,6 +192,46 @@ def run_post_hooks(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] 
         return
     for hook in hooks.values():
         hook(optimizer, _step_arguments(optimizer, closure), {})
+
+
+def run_wrapper_pre_hooks(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Runs global and own step pre-hooks of an optimizer whose ``step`` torch has not wrapped; the new arguments.
+
+    ``Optimizer.profile_hook_step`` would run them outside of ``step``, before it can catch what they raise. The table
+    of global hooks is private; hooks get there by the public ``register_optimizer_step_pre_hook``.
+
+    Raises:
+        RuntimeError: a hook returns something else than new arguments and None, as in torch.
+    """
+    for hook in (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
+        result: Any = hook(optimizer, args, kwargs)
+        if result is None:
+            continue
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise RuntimeError(f"{hook} must return None or a tuple of (new_args, new_kwargs), but got {result}.")
+        args, kwargs = result
+    return args, kwargs
+
+
+def run_wrapper_post_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs own and global step post-hooks, as ``run_wrapper_pre_hooks`` does those before."""
+    for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+        hook(optimizer, args, kwargs)
+
+
+def capturing_graph() -> bool:
+    """Whether the current CUDA stream records a graph: what runs on the host now would not be replayed."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def unscale_in_place(gradients: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiplies plain gradients of one device and dtype by ``inv_scale``; sets ``found_inf`` if one is not finite.
+
+    The operator that ``GradScaler`` calls; it has no public name.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found_inf, inv_scale)
 
 
 def _step_arguments(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, ...]:

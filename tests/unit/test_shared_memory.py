@@ -110,7 +110,7 @@ def test_learning_rates_that_share_memory_need_equal_values(tmp_path: Path) -> N
 def test_state_on_the_meta_device_is_replaced(tmp_path: Path) -> None:
     want = trained(tmp_path)
     live = wrapped(model_of("ab"), steps=1)
-    for entries in live[0].state.values():
-        entries["exp_avg"] = entries["exp_avg"].to("meta")
+    entries = live[0].state[live[1]["a"].weight]
+    entries["exp_avg"] = entries["exp_avg"].to("meta")
     live[0].prepare_load(tmp_path).commit()
     assert state(*live) == want

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim.lr_scheduler import ConstantLR
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardopt import ScopeError, torch_compat
 from shardopt.portable.handles import BoxHandle
@@ -30,11 +27,8 @@ from shardopt.torch_compat import (
     make_wrapper,
     mesh_ranks,
     own_store,
-    raw_step,
     refuse_dcp_state_dict,
     root_mesh_ranks,
-    run_post_hooks,
-    run_pre_hooks,
     same_spec,
     set_gradients,
     shard_in_place,
@@ -213,91 +207,6 @@ def test_storage_token_changes_when_data_is_assigned(mesh: DeviceMesh) -> None:
     # Of a DTensor nothing else shows it.
     assert local_shard(placed) is shard
     assert placed.data_ptr() == 0
-
-
-@pytest.fixture
-def calls() -> Iterator[list[str]]:
-    """Notes global step hooks."""
-    noted: list[str] = []
-    handle = register_optimizer_step_pre_hook(lambda *_: noted.append("global"))
-    yield noted
-    handle.remove()
-
-
-def hooked_sgd(calls: list[str]) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-    param = nn.Parameter(torch.ones(2))
-    param.grad = torch.ones(2)
-    optimizer = torch.optim.SGD([param], lr=0.5)
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    return param, optimizer
-
-
-def test_raw_step_is_the_update_without_hooks(calls: list[str]) -> None:
-    param, optimizer = hooked_sgd(calls)
-    assert torch.optim.SGD.step.hooked
-    assert not hasattr(torch.optim.SGD.step.__wrapped__, "hooked")
-    raw_step(optimizer)()
-    assert calls == []
-    assert torch.equal(param.detach(), torch.full((2,), 0.5))
-    optimizer.step()
-    assert calls == ["global", "pre", "post"]
-
-
-def test_raw_step_takes_a_closure_and_returns_its_loss(calls: list[str]) -> None:
-    _, optimizer = hooked_sgd(calls)
-    assert raw_step(optimizer)(lambda: 3.0) == 3.0
-
-
-def test_raw_step_of_a_class_torch_has_not_patched() -> None:
-    class Bare(torch.optim.SGD):
-        def __init__(self) -> None:  # without torch's constructor, which patches the class
-            self.stepped = False
-
-        def step(self, closure: Any = None) -> None:
-            self.stepped = True
-
-    optimizer = Bare()
-    raw_step(optimizer)()
-    assert optimizer.stepped
-
-
-def test_raw_step_sees_through_a_scheduler_and_does_what_its_patch_does(calls: list[str]) -> None:
-    param, optimizer = hooked_sgd(calls)
-    scheduler = ConstantLR(optimizer)
-    patch = vars(optimizer)["step"]
-    assert patch._wrapped_by_lr_sched
-    assert patch.__wrapped__ is torch.optim.SGD.step
-    # All that the patch does beside calling the step.
-    before = {name: value for name, value in vars(optimizer).items() if name != "_opt_called"}
-    raw_step(optimizer)()
-    assert optimizer._opt_called is True
-    assert {name: value for name, value in vars(optimizer).items() if name != "_opt_called"} == before
-    assert calls == []
-    assert param.detach()[0] < 1
-    scheduler.step()
-
-
-def test_raw_step_calls_another_patch_as_it_is(calls: list[str]) -> None:
-    _, optimizer = hooked_sgd(calls)
-    optimizer.step = lambda closure=None: calls.append("patched")  # type: ignore[method-assign]
-    raw_step(optimizer)()
-    run_pre_hooks(optimizer, None)
-    run_post_hooks(optimizer, None)
-    # Its hooks are the patch's own affair: it usually calls the step it has replaced.
-    assert calls == ["patched"]
-
-
-def test_run_pre_hooks_runs_the_instances_hooks(calls: list[str]) -> None:
-    _, optimizer = hooked_sgd(calls)
-    run_pre_hooks(optimizer, None)
-    assert calls == ["pre"]
-
-
-def test_run_post_hooks_runs_the_instances_hooks(calls: list[str]) -> None:
-    _, optimizer = hooked_sgd(calls)
-    run_post_hooks(optimizer, None)
-    assert calls == ["post"]
 
 
 def test_without_dynamo_calls_the_function_and_keeps_its_signature() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
 
 from torch.distributed.tensor import DTensor
 
@@ -12,12 +10,9 @@ from shardopt.errors import RankFailureError
 from shardopt.portable.export import Export, digest_replicated
 from shardopt.portable.manifest import Manifest
 from shardopt.presentation.inventory import Inventory
-from shardopt.scope import Scope
-from shardopt.scope.verdict import say_ranks
+from shardopt.scope import Scope, differences
 
 __all__ = ["name_differences"]
-
-_MOST_SHOWN = 20
 
 
 def name_differences(
@@ -31,14 +26,10 @@ def name_differences(
         inventory: this rank's parameters.
         exported: what this rank voted on.
     """
-    own = json.dumps(_digests(inventory, exported.manifest)).encode()
-    held: list[dict[str, str]] = [json.loads(data) for data in scope.exchange("differences", own)]
-    sentences = _differences(scope.ranks, held)
-    text = "\n".join(f"  - {sentence}" for sentence in sentences[:_MOST_SHOWN])
-    more = f"\n  - and {len(sentences) - _MOST_SHOWN} more" * (len(sentences) > _MOST_SHOWN)
+    text = differences(scope, _digests(inventory, exported.manifest))
     return RankFailureError(
         f"{verdict.operation}: ranks hold differently what has to be the same on all of them; nothing was saved:\n"
-        f"{text}{more}\nOnly one rank's copy of it would be saved. Keep plain parameters and their gradients equal on "
+        f"{text}\nOnly one rank's copy of it would be saved. Keep plain parameters and their gradients equal on "
         "all ranks, shard them, or wrap with plain='per_rank'; give every rank's optimizer the same groups and values.",
         operation=verdict.operation,
         disagree=verdict.disagree,
@@ -66,16 +57,3 @@ def _digests(inventory: Inventory, manifest: Manifest) -> dict[str, str]:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _differences(ranks: Sequence[int], held: Sequence[Mapping[str, str]]) -> list[str]:
-    sentences: list[str] = []
-    for item in dict.fromkeys(name for one in held for name in one):
-        holders: dict[str, list[int]] = {}
-        for rank, one in zip(ranks, held, strict=True):
-            holders.setdefault(one.get(item, ""), []).append(rank)
-        lacking = holders.pop("", [])
-        without = f"; {say_ranks(lacking)} without it" if lacking else ""
-        if len(holders) > 1 or lacking:
-            sentences.append(f"{item}: {' / '.join(map(say_ranks, holders.values()))}{without}")
-    return sentences

@@ -78,9 +78,18 @@ def _tracked(places: Sequence[tuple[Name, Tensor, int, int]]) -> list[Tracked]:
     return tracked
 
 
-def join(tracked: Sequence[Tracked], vote_timeout_s: float) -> Scope:
-    """Collective. The scope of the ranks that hold the parameters; this rank alone when none is sharded."""
-    params = [item.param for item in tracked]
+def join(inners: Sequence[Any], models: Sequence[nn.Module], vote_timeout_s: float) -> Scope:
+    """Collective. The scope of the ranks that hold the parameters; this rank alone when none is sharded.
+
+    Needs no more than the parameters, so that a rank where anything else is wrong can still tell the others.
+    """
+    params = [
+        param
+        for inner in inners
+        if isinstance(inner, torch.optim.Optimizer)
+        for group in inner.param_groups
+        for param in group["params"]
+    ] or [param for model in models if isinstance(model, nn.Module) for param in model.parameters()]
     if not any(isinstance(param, DTensor) for param in params):
         return Scope.single()
     return Scope.over(ranks_of(params), timeout_s=vote_timeout_s, name="ShardedStateOptimizer")
@@ -120,7 +129,6 @@ def track_group(
             "wrap a second optimizer for them."
         )
     inventory.refuse_twice(tracked)
-    inventory.parts[0].presentation.check_new(tracked)
     return tracked
 
 

@@ -43,6 +43,7 @@ class Inventory:
         tracked: all parameters.
         by_fqn: the same by name.
         by_id: the same by the object.
+        has_plain: whether some of them are not sharded.
     """
 
     parts: list[Part]
@@ -53,26 +54,32 @@ class Inventory:
     tracked: list[Tracked] = field(default_factory=list)
     by_fqn: dict[str, Tracked] = field(default_factory=dict)
     by_id: dict[int, Tracked] = field(default_factory=dict)
+    has_plain: bool = False
 
     def __post_init__(self) -> None:
         self.identity = Identity(self.models)
         for part in self.parts:
             part.presentation.identity = self.identity
 
-    def add(self, tracked: Sequence[Tracked]) -> None:
-        """Takes in parameters and shows them to their presentations.
+    def check(self, tracked: Sequence[Tracked]) -> None:
+        """Checks that parameters can be added; changes nothing.
 
         Raises:
-            NamingError: a parameter is in two places; nothing has been added.
+            NamingError: a parameter is in two places, or two have one name.
+            PlacementError: state that a parameter has already has no known place.
+            PresentationError: a presentation cannot show them together.
         """
         self.refuse_twice(tracked)
-        # All checks before the first change: a refusal must leave every wrapped optimizer as it was.
         for index, part in enumerate(self.parts):
             part.presentation.check_new([item for item in tracked if item.optimizer == index])
+
+    def add(self, tracked: Sequence[Tracked]) -> None:
+        """Takes in parameters that ``check`` has found to be good, and shows them to their presentations."""
         for index, part in enumerate(self.parts):
             part.presentation.register([item for item in tracked if item.optimizer == index])
         self.identity.add(tracked)
         self.tracked.extend(tracked)
+        self.has_plain |= not all(isinstance(item.param, DTensor) for item in tracked)
         self.by_fqn.update((item.fqn, item) for item in tracked)
         self.by_id.update((id(item.param), item) for item in tracked)
 

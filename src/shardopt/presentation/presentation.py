@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from shardopt.errors import PresentationError
 from shardopt.layouts.catalog import is_whole_matrix, spec_of
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.identity import Identity
-from shardopt.torch_compat import gradients_of, raw_step
+from shardopt.torch_compat import gradients_of, local_shard, raw_step
 
 __all__ = ["COMPUTE", "Choice", "Presentation", "Ready", "amp_scale", "choose", "drop_amp_scale", "qualified_name"]
 
@@ -135,6 +135,18 @@ class Presentation(ABC):
     @abstractmethod
     def to_state(self, tracked: Tracked, local: Tensor) -> Tensor:
         """``local`` in the form in which this presentation keeps element-wise state."""
+
+    @property
+    def unscales_itself(self) -> bool:
+        """Whether the optimizer's own kernel takes GradScaler's scale and skips on its verdict."""
+        return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
+
+    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and this rank's part of each gradient that is there."""
+        gradients = gradients_of([item.param for item in self.tracked])
+        for item, gradient in zip(self.tracked, gradients, strict=True):
+            if gradient is not None:
+                yield item.fqn, local_shard(gradient) if isinstance(gradient, DTensor) else gradient
 
     def _run(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
         step = raw_step(self.inner)

@@ -126,8 +126,7 @@ class PreparedLoad:
             raise problem or AssertionError("a load without a problem has a plan")
         plan, self._plan = self._plan, None
         try:
-            # What is published in inference mode no step could write to.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.no_grad():
                 plan.commit()
         except BaseException as error:
             self._committed(error)

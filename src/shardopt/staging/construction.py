@@ -1,0 +1,97 @@
+"""Building what a wrapper wires together, on every rank or on none."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardopt.errors import RankFailureError
+from shardopt.layouts.tracked import Tracked
+from shardopt.presentation.assembly import checked, join, make_part, track_all
+from shardopt.presentation.inventory import Inventory, Part
+from shardopt.scope import differences
+from shardopt.staging.consensus import Consensus, check_options
+
+__all__ = ["construct"]
+
+# How long ranks wait for one whose own time-out is no number of seconds.
+_DEFAULT_TIMEOUT_S = 600.0
+
+
+def construct(
+    inners: Sequence[torch.optim.Optimizer],
+    models: Sequence[nn.Module],
+    wrapper: type,
+    *,
+    compute: str,
+    mode: str,
+    vote_timeout_s: float,
+    plain: str,
+) -> tuple[Inventory, Consensus]:
+    """Collective. The parameters of the optimizers, and how their ranks agree; steps nothing and makes no state.
+
+    The ranks meet whatever is wrong on one of them, so that this is everybody's error and nobody waits.
+
+    Raises:
+        RankFailureError: that is so on another rank, or ranks wrap different things; what differs is listed.
+        ValueError, TypeError, ShardoptError: something is wrong here (the cause of a RankFailureError where ranks met).
+    """
+    failure: BaseException | None = None
+    parts: list[Part] = []
+    tracked: list[Tracked] = []
+    timeout_s = vote_timeout_s
+    try:
+        check_options(mode, vote_timeout_s, plain)
+    except (ValueError, TypeError) as error:
+        failure, timeout_s = error, _DEFAULT_TIMEOUT_S
+    try:
+        parts = [make_part(inner, compute) for inner in checked(list(inners), wrapper)]
+        tracked = track_all(inners, models)
+    except BaseException as error:
+        failure = failure or error
+    try:
+        scope = join(inners, models, timeout_s)
+    except Exception as error:
+        # What has gone wrong before is what the user has to mend first.
+        raise failure or error from (error if failure else None)
+    own = scope.index if plain == "per_rank" and scope.size > 1 else None
+    inventory = Inventory(parts, scope.size, models, own)
+    try:
+        if failure is None:
+            inventory.check(tracked)
+    except BaseException as error:
+        failure = error
+    held: dict[str, str] = {} if failure else _described(parts, tracked, {"consensus": mode, "plain": plain})
+    digest = b"" if failure else hashlib.blake2b(repr(held).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    try:
+        scope.vote("construct", problem=failure, digest=digest)
+    except RankFailureError as verdict:
+        if not verdict.disagree or verdict.failures or verdict.missing:
+            raise
+        raise RankFailureError(
+            f"construct: ranks wrap different things:\n{differences(scope, held)}\nGive every rank the same "
+            "optimizers, groups and options over the same model.",
+            operation=verdict.operation,
+            disagree=verdict.disagree,
+        ) from None
+    inventory.add(tracked)
+    return inventory, Consensus(mode, scope)
+
+
+def _described(parts: Sequence[Part], tracked: Sequence[Tracked], options: Mapping[str, Any]) -> dict[str, str]:
+    """What has to be the same on all ranks, by what a message calls it."""
+    held = {f"the option {name}": repr(value) for name, value in options.items()}
+    for index, part in enumerate(parts):
+        kind = type(part.inner)
+        held[f"optimizer {index}"] = f"{kind.__module__}.{kind.__qualname__} {part.choice.compute}"
+    for item in tracked:
+        placements = item.param.placements if isinstance(item.param, DTensor) else "not sharded"
+        held[f"{item.fqn}: the parameter"] = repr(
+            (item.shape, item.param.dtype, item.group, item.name.aliases, placements)
+        )
+    return held

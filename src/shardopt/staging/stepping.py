@@ -1,0 +1,171 @@
+"""One step of all wrapped optimizers: everything that can fail first, a vote, then the updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntFlag
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.errors import PresentationError, RankFailureError
+from shardopt.presentation.inventory import Inventory
+from shardopt.presentation.presentation import Presentation, Ready
+from shardopt.staging.consensus import Consensus
+from shardopt.staging.gradients import find_overflow
+from shardopt.staging.poison import Poison
+from shardopt.staging.presence import Presence
+from shardopt.torch_compat import run_post_hooks, run_pre_hooks, run_wrapper_post_hooks, run_wrapper_pre_hooks
+
+__all__ = ["Stepping"]
+
+Closure = Callable[[], Any]
+
+
+class _Fact(IntFlag):
+    """What ranks may differ in, carried by the vote of a step."""
+
+    OVERFLOW = 1
+    NO_OVERFLOW = 2
+
+
+class Stepping:
+    """Steps the optimizers of one wrapper.
+
+    Attributes:
+        presence: which parameters got no gradient in the first step.
+    """
+
+    def __init__(
+        self, inventory: Inventory, consensus: Consensus, poison: Poison, note_change: Callable[[], None]
+    ) -> None:
+        self._inventory = inventory
+        self._consensus = consensus
+        self._poison = poison
+        self._note_change = note_change
+        self.presence = Presence(inventory, consensus)
+
+    def run(self, outer: torch.optim.Optimizer, closure: Closure | None, amp: dict[str, Tensor]) -> Any:
+        """Collective. One step, on every rank or on none; returns the closure's loss.
+
+        Args:
+            outer: the wrapper, whose hooks run.
+            closure: as in ``torch.optim.Optimizer.step``.
+            amp: what GradScaler has left for this step.
+
+        Raises:
+            RankFailureError: another rank has failed, or ranks differ; nothing was written.
+        """
+        args: tuple[Any, ...] = (outer,) if closure is None else (outer, closure)
+        kwargs: dict[str, Any] = {}
+        loss: Any = None
+        ready: list[Ready] = []
+        facts = _Fact(0)
+        failure: BaseException | None = None
+        presentations = [part.presentation for part in self._inventory.parts]
+        calls_itself = False
+        try:
+            self._poison.check()
+            args, kwargs = run_wrapper_pre_hooks(outer, args, kwargs)
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            calls_itself = self._inner_calls(closure)
+            for one in presentations:
+                run_pre_hooks(one.inner, closure)
+            if closure is not None and not calls_itself:
+                with torch.enable_grad():
+                    loss = closure()
+            ready = [one.preflight() for one in presentations]
+            facts = self._overflow(presentations, amp)
+        except BaseException as error:
+            failure = error
+        unaligned = "\n".join(name for one in ready for name in one.unaligned.values())
+        agreed = self._consensus.vote("step", failure, every_step=True, digest=unaligned.encode(), facts=facts)
+        if self._skips(_Fact(agreed) | facts):
+            return loss
+        self.presence.look()
+        self._note_change()
+        try:
+            self._unscale(presentations, amp)
+            for one, found in zip(presentations, ready, strict=True):
+                result = one.step(found, closure if calls_itself else None, amp if one.unscales_itself else {})
+                loss = result if calls_itself else loss
+                run_post_hooks(one.inner, closure)
+            run_wrapper_post_hooks(outer, args, kwargs)
+        except BaseException as error:
+            self._poison.set("step", error)
+            raise
+        return loss
+
+    def unscale(self, inverse: Tensor, *, half: bool) -> dict[torch.device, Tensor]:
+        """Collective. Unscales all gradients here and agrees on an overflow; see the wrapper's method."""
+        failure: BaseException | None = None
+        found: dict[torch.device, Tensor] = {}
+        try:
+            gradients = [pair for part in self._inventory.parts for pair in part.presentation.local_gradients()]
+            if not half:
+                _refuse_half(gradients)
+            found = find_overflow([gradient for _, gradient in gradients], inverse)
+        except BaseException as error:
+            failure = error
+        # Whatever the wrapper's votes are set to: ranks that skipped apart would be different models.
+        overflow = any(map(bool, found.values()))
+        agreed = self._consensus.scope.vote("unscale", problem=failure, facts=int(overflow))
+        devices = {*found, *(tracked.local.device for tracked in self._inventory.tracked)}
+        return {device: torch.full((), float(agreed), device=device) for device in devices}
+
+    def _inner_calls(self, closure: Closure | None) -> bool:
+        """Whether the wrapped optimizer calls the closure; element-wise ones get its gradients."""
+        parts = self._inventory.parts
+        if closure is None or all(part.choice.compute == "local" for part in parts):
+            return False
+        if len(parts) > 1:
+            raise PresentationError("a closure with several optimizers needs all of them to be element-wise.")
+        return True
+
+    def _overflow(self, presentations: list[Presentation], amp: dict[str, Tensor]) -> _Fact:
+        """What this rank knows of an overflow; nothing where kernels act on the device's verdict, which ranks share.
+
+        torch reduces the verdict over the mesh of the gradients, so it is one for all ranks unless there are plain
+        parameters too. Reading it waits for the device.
+        """
+        if "found_inf" not in amp:
+            return _Fact(0)
+        if not self._reads_verdict(presentations):
+            return _Fact(0)
+        if "grad_scale" in amp:
+            _refuse_half([pair for one in presentations if not one.unscales_itself for pair in one.local_gradients()])
+        return _Fact.OVERFLOW if bool(amp["found_inf"]) else _Fact.NO_OVERFLOW
+
+    def _reads_verdict(self, presentations: list[Presentation]) -> bool:
+        if not all(one.unscales_itself for one in presentations):
+            return True
+        return self._consensus.scope.size > 1 and self._inventory.has_plain
+
+    def _skips(self, facts: _Fact) -> bool:
+        """Whether the step is skipped, on all ranks alike."""
+        if _Fact.OVERFLOW in facts and _Fact.NO_OVERFLOW in facts:
+            # Their scalers are apart by now, so that skipping together would only hide it.
+            raise RankFailureError(
+                "step: gradients have overflowed on some ranks and not on others, and torch.amp.GradScaler keeps a "
+                "scale of its own on each rank; nothing was stepped. Use shardopt.GradScaler, whose ranks agree.",
+                operation="step",
+            )
+        return _Fact.OVERFLOW in facts
+
+    def _unscale(self, presentations: list[Presentation], amp: dict[str, Tensor]) -> None:
+        if "grad_scale" not in amp:
+            return
+        inverse = amp["grad_scale"].double().reciprocal().float()
+        for one in presentations:
+            if not one.unscales_itself:
+                find_overflow([gradient for _, gradient in one.local_gradients()], inverse)
+
+
+def _refuse_half(gradients: Sequence[tuple[str, Tensor]]) -> None:
+    half = [name for name, gradient in gradients if gradient.dtype == torch.float16]
+    if half:
+        raise ValueError(
+            f"{len(half)} gradients are float16 ({', '.join(half[:5])}), and unscaled in it they would lose what the "
+            "scale has kept; keep gradients in float32 (MixedPrecisionPolicy), or let a fused rule unscale them."
+        )
