@@ -280,7 +280,7 @@ def expect(saved: Model, live: Model) -> Expected:
     canonical = {alias: fqn for fqn, (aliases, _) in old.items() for alias in aliases}
     source = {}
     for fqn, (aliases, _) in new.items():
-        hits = [alias for alias in aliases if alias in old] or [canonical[a] for a in aliases if a in canonical]
+        hits = [canonical.get(alias, alias) for alias in aliases if alias in old or alias in canonical]
         if hits:
             source[fqn] = hits[0]
     live_names = {alias for aliases, _ in new.values() for alias in aliases}

@@ -62,3 +62,7 @@ def test_torchs_checkpoint_of_untied_parameters_loads_into_tied_ones(tmp_path: P
     for name in ("x", "y"):
         assert live[0].state[live[1][name].weight]["exp_avg"].tolist() == want[f"{name}.weight"]
     refused(tied("w", "x", "y", "z", also=("y", "z")), tmp_path, "w.weight: this optimizer updates it")
+    # Where only a later name of a tied parameter was saved, it counts.
+    other = tied("x", "w", "z", also=("w", "z"))
+    other[0].prepare_load(tmp_path, strict=False).commit()
+    assert other[0].state[other[1]["w"].weight]["exp_avg"].tolist() == want["z.weight"]
