@@ -252,8 +252,9 @@ def stopped(directory: str, bad: int, point: str) -> dict[str, Any]:
 
             def stop_first(*args: Any, **options: Any) -> Any:
                 setattr(owner, method, genuine)
+                result = genuine(*args, **options)
                 reached("ready")
-                return genuine(*args, **options)
+                return result
 
             setattr(owner, method, stop_first)
         else:

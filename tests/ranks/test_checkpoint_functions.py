@@ -128,6 +128,9 @@ def test_a_rank_stopped_past_the_deadline_is_named_and_comes_back(
         assert message.startswith(f"{operation}: rank {bad} did not arrive within 2 s")
         assert said["missing"] == (bad,)
         assert found["changes"] == []
+    # Of the good save at the end: what the late rank had written is gone.
+    saves = {name.split("_")[2] for name in os.listdir(tmp_path / "good") if name.startswith("__")}
+    assert len(saves) == 1
 
 
 @pytest.mark.parametrize("bad", [0, 1])

@@ -90,7 +90,7 @@ class Writer(FileSystemWriter):
         _remove(self.directory / name for name in self._replaced - _data_files(self._metadata_path))
 
     def discard(self, *, of_all: bool) -> None:
-        """Removes the data files of a save that has failed, this rank's own or all ranks'; never raises an OSError."""
+        """Removes the files of a save that has failed, this rank's own or all ranks'; never raises an OSError."""
         if not self.prefix:
             return
         pattern = self._save_prefix if of_all else self.prefix

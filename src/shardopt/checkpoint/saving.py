@@ -136,7 +136,7 @@ class _Save:
         except BaseException as error:
             # Unless all ranks know that it has failed, the coordinator may be about to publish these files.
             if problem is not None or _is_verdict(error):
-                self._writer.discard(of_all=self._is_coordinator)
+                self._discard(error)
             raise
 
     def _finish(self, metadata: Metadata | None, results: list[list[WriteResult]]) -> None:
@@ -155,13 +155,19 @@ class _Save:
             self._scope.vote("save: finish", problem=problem)
         except BaseException as error:
             if problem is not None or (isinstance(error, RankFailureError) and self._scope.ranks[0] in error.failures):
-                self._writer.discard(of_all=self._is_coordinator)
+                self._discard(error)
                 raise
             raise self._what_is_there(error) from error.__cause__
         if self._is_coordinator:
             self._writer.remove_replaced()
         if late is not None:
             raise late
+
+    def _discard(self, error: BaseException) -> None:
+        """Removes what this save has written here; the first rank that is there does so for those that are not."""
+        missing = error.missing if isinstance(error, RankFailureError) else ()
+        first = min(rank for rank in self._scope.ranks if rank not in missing)
+        self._writer.discard(of_all=self._scope.rank == first)
 
     def _what_is_there(self, error: BaseException) -> BaseException:
         """The error of the last vote, with what is in the directory all the same."""
