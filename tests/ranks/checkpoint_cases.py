@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -359,3 +360,39 @@ def other_ways(path: str, how: str) -> list[str]:
         for of, state in ((model, optimizer.state), (other, fresh.state))
     )
     return value_differences(left, right)
+
+
+def bytes_mailed(path: str) -> dict[str, int]:
+    """How many bytes a rank sends to the first one, and gets from it, for each entry of the checkpoint."""
+    sizes: dict[str, int] = {}
+    state = parts(0, (0, 1), 4.0)
+    genuine = Scope._mail
+
+    def mail(self: Scope, operation: str, posted: Any, *rest: Any, **options: Any) -> Any:
+        for payload in posted.values():
+            sizes[operation] = max(sizes.get(operation, 0), len(payload))
+        return genuine(self, operation, posted, *rest, **options)
+
+    Scope._mail = mail
+    try:
+        shardopt.save(state, path, timeout_s=LONG_S)
+    finally:
+        Scope._mail = genuine
+    num_entries = len(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    return {operation: size // num_entries for operation, size in sizes.items()}
+
+
+def while_a_rank_sees_another_directory(path: str) -> list[str]:
+    """Rank 1 does not see files that are there, as with a cache of NFS; saves over an old checkpoint and loads."""
+    first, second = parts(0, (0,), 3.0), parts(0, (0, 1), 4.0)
+    genuine = Path.exists
+    if dist.get_rank() == 1:
+        Path.exists = lambda self: False
+    try:
+        shardopt.save(first, path, timeout_s=SHORT_S)
+        shardopt.save(second, path, timeout_s=SHORT_S)
+        other = parts(7, (), 9.0)
+        shardopt.load(other, path, timeout_s=SHORT_S)
+    finally:
+        Path.exists = genuine
+    return value_differences(everything(second), everything(other))

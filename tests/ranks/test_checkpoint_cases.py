@@ -14,6 +14,7 @@ from tests.ranks.checkpoint_cases import (
     alone,
     beside_async,
     beyond,
+    bytes_mailed,
     count_scopes,
     die_in_finish,
     differently,
@@ -26,6 +27,7 @@ from tests.ranks.checkpoint_cases import (
     stages,
     two_scopes,
     verdict_of_the_optimizer,
+    while_a_rank_sees_another_directory,
 )
 from tests.ranks.checkpoint_functions import load_all, save_all
 from tests.support.models import Topology
@@ -67,7 +69,7 @@ def test_ranks_that_do_something_else_are_named_with_what_it_is(what: str, ranks
         (False, "ScopeError", "ranks 1-2 did not construct it within 2 s"),
     ],
 )
-def test_a_save_on_one_rank_only_ends_at_its_deadline(
+def test_a_save_on_one_rank_only_ends_at_its_deadline_E9(
     met: bool, error: str, text: str, ranks: RankPool, tmp_path: Path
 ) -> None:
     kind, said = ranks.run(3, alone, str(tmp_path), met, deadline_s=25.0)[0]
@@ -75,7 +77,7 @@ def test_a_save_on_one_rank_only_ends_at_its_deadline(
     assert text in said
 
 
-def test_the_problems_of_a_rank_are_in_its_own_error_and_the_others_name_it(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_problems_of_a_rank_are_in_its_own_error_and_the_others_name_it_E4(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, save_all, str(tmp_path / "good"), "shardopt", STEPS, 4.0)
     well, bad = ranks.run(2, misfits, str(tmp_path), 1)
     assert well["error"][0] == "RankFailureError"
@@ -88,7 +90,7 @@ def test_the_problems_of_a_rank_are_in_its_own_error_and_the_others_name_it(rank
 
 
 @pytest.mark.parametrize("damage", ["cut everywhere", "cut for rank 1", "no metadata", "no metadata for rank 1"])
-def test_a_damaged_checkpoint_is_refused_on_all_ranks(damage: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_on_all_ranks_T3(damage: str, ranks: RankPool, tmp_path: Path) -> None:
     good = tmp_path / "good"
     ranks.run(2, save_all, str(good), "shardopt", STEPS, 4.0)
     for rank in range(2) if damage.endswith("1") else [None]:
@@ -212,3 +214,16 @@ def test_the_verdict_of_the_optimizers_own_vote_is_what_is_raised(
 @pytest.mark.parametrize("how", ["off", "per rank", "torch"])
 def test_optimizers_of_every_kind_come_back(how: str, ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, other_ways, str(tmp_path), how) == [[], []]
+
+
+def test_plans_are_small_E11(ranks: RankPool, tmp_path: Path) -> None:
+    first, *others = ranks.run(4, bytes_mailed, str(tmp_path))
+    assert set(first) == {"save: plan"}
+    assert all(set(other) == {"save: collect", "save: write"} for other in others)
+    # An entry has a name of some 30 bytes, a shape and an offset, and torch pickles them with the names of its classes.
+    assert max(size for one in (first, *others) for size in one.values()) < 300
+
+
+def test_a_rank_that_sees_another_directory_does_not_decide_E5(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, while_a_rank_sees_another_directory, str(tmp_path)) == [[], []]
+    assert len(os.listdir(tmp_path)) == 3

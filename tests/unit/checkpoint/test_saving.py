@@ -34,7 +34,7 @@ def tensors(value: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("before", ["shardopt", "dcp"])
-def test_a_checkpoint_that_was_replaced_leaves_no_file(before: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_replaced_leaves_no_file_T5(before: str, tmp_path: Path) -> None:
     if before == "dcp":
         with pytest.warns(UserWarning, match="single process"):
             dcp.save(tensors(1), checkpoint_id=tmp_path)
