@@ -279,3 +279,19 @@ def killed(directory: str, bad: int, point: str) -> dict[str, Any]:
     found = stopped(directory, bad, point)
     del found["state"]
     return found
+
+
+def stopped_in_commit(path: str, bad: int) -> dict[str, Any]:
+    """A rank is stopped half way in the commit and comes back; what every rank may do then, and after a good load."""
+    state = parts(7, (5,), 9.0)
+    shardopt.load(parts(3, (), 0.0), path, timeout_s=LONG_S)
+    if dist.get_rank() == bad:
+        state["extra"].loading = lambda: reached("ready")
+    found = {"error": caught(shardopt.load, state, path, timeout_s=SHORT_S)}
+    state["extra"].loading = lambda: None
+    reached("given up")
+    wait_until_reached("given up", count=dist.get_world_size())
+    found["step"] = caught(train, state["optim"], state["model"], (6,))
+    shardopt.load(state, path, timeout_s=LONG_S)
+    works(state, path + "-after")
+    return found

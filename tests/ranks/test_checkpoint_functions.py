@@ -16,6 +16,7 @@ from tests.ranks.checkpoint_functions import (
     load_all,
     save_all,
     stopped_and_back,
+    stopped_in_commit,
 )
 from tests.support.ranks import RankPool, Signal
 
@@ -153,3 +154,21 @@ def test_a_killed_rank_is_named_and_the_old_checkpoint_stays(
     assert sorted(os.listdir(tmp_path / "good")) == files
     for differences, _ in ranks.run(2, load_all, str(tmp_path / "good"), "shardopt", expected):
         assert differences == []
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_rank_stopped_in_the_commit_stops_all_until_a_good_load(bad: int, ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(3, save_all, str(tmp_path / "good"), "shardopt", STEPS, 4.0)
+    plan = [
+        Signal(rank=bad, signal=signal.SIGSTOP, at="ready"),
+        Signal(rank=bad, signal=signal.SIGCONT, at="given up", by=2),
+    ]
+    path = str(tmp_path / "good")
+    for found in ranks.run(3, stopped_in_commit, path, bad, signals=plan, fresh=True, deadline_s=30.0):
+        error_type, message, said = found["error"]
+        assert error_type == "RankFailureError"
+        assert message.startswith(f"load: commit: rank {bad} did not arrive within 2 s")
+        assert "What was loaded may be in place in part, on any rank: load a good checkpoint to go on." in message
+        assert said["missing"] == (bad,)
+        assert found["step"][0] == "RankFailureError"
+        assert "an earlier load failed after it had begun to write" in found["step"][1]
