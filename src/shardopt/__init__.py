@@ -14,6 +14,7 @@ from shardopt.errors import (
     ShardoptError,
     StaleLoadError,
 )
+from shardopt.layouts.interchange import declare_interchangeable
 from shardopt.optimizer import ShardedStateOptimizer
 from shardopt.staging.prepared import PreparedLoad
 from shardopt.staging.report import Report
@@ -35,6 +36,7 @@ __all__ = [
     "StaleLoadError",
     "__version__",
     "clip_grad_norm_",
+    "declare_interchangeable",
     "load",
     "save",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,18 +12,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardopt.errors import PresentationError, RankFailureError
+from shardopt.errors import PresentationError
 from shardopt.layouts.tracked import Tracked
-from shardopt.portable.agreement import name_differences
-from shardopt.portable.export import export, live_tensors
-from shardopt.portable.handles import Lease
-from shardopt.portable.keys import MANIFEST_KEY
+from shardopt.portable.export import live_tensors
 from shardopt.portable.reader import read_checkpoint
 from shardopt.presentation.assembly import explain, track_group
 from shardopt.presentation.joined_state import JoinedState
 from shardopt.presentation.presentation import amp_scale, drop_amp_scale
 from shardopt.staging.construction import construct
 from shardopt.staging.fingerprint import Fingerprint
+from shardopt.staging.offer import Offers
 from shardopt.staging.options import LoadOptions
 from shardopt.staging.poison import Poison
 from shardopt.staging.prepare import Plan, prepare
@@ -108,7 +105,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         self._prepared = 0
         self._poison = Poison()
         self._stepping = Stepping(self._inventory, self._consensus, self._poison, self._note_change)
-        self._stray_logged: set[str] = set()
+        self._offers = Offers(self._inventory, self._consensus, self._poison)
         self._joined_groups: list[dict[str, Any]] = self._inventory.groups()
         self._joined_state = JoinedState(self._inventory)
 
@@ -195,43 +192,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             PlacementError: a state entry has no known place; all of them are listed.
             RankFailureError: that is so on another rank, or ranks differ in what must be the same.
         """
-        exported = None
-        result: dict[str, Any] = {}
-        failure: BaseException | None = None
-        try:
-            # Hooks before the vote too: one that raises on one rank must not leave the others waiting in DCP.
-            for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-                pre_hook(self)
-            exported = export(self._inventory)
-            result = dict(exported.handles)
-            for post_hook in self._optimizer_state_dict_post_hooks.values():
-                changed = post_hook(self, result)
-                result = result if changed is None else changed
-        except BaseException as error:
-            failure = error
-        verdict: RankFailureError | None = None
-        number = 0
-        try:
-            digest = self._poison.digest(exported.digest if exported else b"")
-            # The first rank's number is everybody's.
-            number = secrets.randbits(64) if self._scope.index == 0 else 0
-            number = self._consensus.vote("state_dict", failure, digest=digest, facts=number)
-        except RankFailureError as error:
-            verdict, number = error, 0
-            if exported is not None and error.disagree and not (error.failures or self._poison.known(error)):
-                verdict = name_differences(error, self._scope, self._inventory, exported)
-        # dcp.load calls state_dict() too, and a good load is the way out of half-written state: only saving is refused.
-        refusal = self._poison.refusal(verdict)
-        assert exported is not None  # an export that did not fail has handles
-        exported.mark(number)
-        for note in exported.notes:
-            if note not in self._stray_logged:
-                self._stray_logged.add(note)
-                _LOG.warning(note)
-        for handle in exported.handles.values():
-            handle.refuse_save = refusal
-        exported.handles[MANIFEST_KEY].outdated = Lease(partial(self._changed_since, self._changes))
-        return result
+        return self._offers.make(self, partial(self._changed_since, self._changes))
 
     @without_dynamo
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -250,8 +211,6 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             return loaded
 
         self._prepare(hooked).commit()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     @without_dynamo
     def prepare_load(
@@ -323,7 +282,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             fingerprint=lambda: Fingerprint.of(self._inventory, self._changes + self._prepared),
             check_identity=self._inventory.check_groups,
             voting=self._consensus.votes,
-            committed=self._loaded,
+            committed=self._committed,
         )
 
     @without_dynamo
@@ -371,7 +330,8 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
 
     def explain(self) -> str:
         """Which presentation each wrapped optimizer steps in, and why. Not collective, no effects."""
-        return explain(self._inventory, self._scope, self._consensus.mode)
+        said = self._stepping.presence.said()
+        return explain(self._inventory, self._scope, self._consensus.mode) + f"\n{said}" * bool(said)
 
     def __repr__(self) -> str:
         inners = ", ".join(repr(inner) for inner in self.optimizers)
@@ -390,6 +350,17 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
 
     def _changed_since(self, changes: int) -> bool:
         return self._changes != changes
+
+    def _committed(self, failure: BaseException | None) -> None:
+        self._loaded(failure)
+        if failure is None:
+            self._run_load_hooks()
+
+    def _run_load_hooks(self) -> None:
+        # Those of the wrapped optimizers too: their state is new, whichever way it came.
+        for optimizer in (*self.optimizers, self):
+            for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+                post_hook(optimizer)
 
     def _loaded(self, failure: BaseException | None) -> None:
         self._changes += 1

@@ -165,6 +165,6 @@ def load_one_each(root: str) -> tuple[str, list[str]]:
 def test_ranks_that_read_checkpoints_which_differ_in_tensors_only_are_told(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, save_momentum_twice, str(tmp_path))
     for text, changes in ranks.run(2, load_one_each, str(tmp_path)):
-        assert "prepare_load: ranks disagree: they read different checkpoints, or were given different options" in text
+        assert "prepare_load: ranks disagree: they read different checkpoints, were given different options" in text
         assert "alike are rank 0 / rank 1." in text
         assert changes == []

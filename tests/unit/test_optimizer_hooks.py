@@ -214,3 +214,24 @@ def test_hooks_can_be_removed_and_prepended() -> None:
     removed.remove()
     optimizer.state_dict()
     assert seen == [3, 2]
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "prepare_load"])
+def test_hooks_after_a_load_are_those_of_all_and_come_when_all_of_it_is_there(how: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+    inners = [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in model]
+    optimizer = ShardedStateOptimizer(inners, model)
+    saved = optimizer.state_dict()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.25
+    seen: list[tuple[Any, list[float]]] = []
+    for one in (*inners, optimizer):
+        one.register_load_state_dict_post_hook(
+            lambda one: seen.append((one, [group["lr"] for group in optimizer.param_groups]))
+        )
+    if how == "load_state_dict":
+        optimizer.load_state_dict(saved)
+    else:
+        optimizer.prepare_load(saved).commit()
+    # What was saved is live memory: the values of now.
+    assert seen == [(one, [0.5, 0.5]) for one in (*inners, optimizer)]

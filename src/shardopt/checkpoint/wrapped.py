@@ -65,8 +65,7 @@ def prepare_unvoted(
 
 def run_post_hooks(optimizer: ShardedStateOptimizer) -> None:
     """Runs the hooks that follow ``load_state_dict``."""
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
+    optimizer._run_load_hooks()
 
 
 def poison(optimizer: ShardedStateOptimizer, failure: BaseException) -> None:

@@ -145,4 +145,8 @@ def explain(inventory: Inventory, scope: Scope, consensus: str) -> str:
         held = "the same on every rank" if inventory.own_index is None else "each rank's own"
         more = f" and {len(plain) - 20} more" * (len(plain) > 20)
         lines.append(f"not sharded, {held}: {', '.join(plain[:20])}{more}")
+    if plain and len(plain) < len(inventory.tracked):
+        lines.append(
+            "under torch.amp use shardopt.GradScaler: torch's own takes sharded parameters or others, not both"
+        )
     return "\n".join(lines)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.errors import PresentationError
 from shardopt.layouts.catalog import is_whole_matrix, spec_of
+from shardopt.layouts.interchange import qualified
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.identity import Identity
 from shardopt.torch_compat import gradients_of, local_shard, raw_step
@@ -182,7 +183,7 @@ def drop_amp_scale(optimizer: torch.optim.Optimizer) -> None:
 
 def qualified_name(inner: torch.optim.Optimizer) -> str:
     """Module and name of the optimizer's class."""
-    return f"{type(inner).__module__}.{type(inner).__qualname__}"
+    return qualified(type(inner))
 
 
 @dataclass(frozen=True, slots=True)

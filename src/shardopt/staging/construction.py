@@ -14,7 +14,7 @@ from shardopt.errors import RankFailureError
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.assembly import checked, join, make_part, track_all
 from shardopt.presentation.inventory import Inventory, Part
-from shardopt.scope import differences
+from shardopt.scope import Scope, differences
 from shardopt.staging.consensus import Consensus, check_options
 
 __all__ = ["construct"]
@@ -38,8 +38,8 @@ def construct(
     The ranks meet whatever is wrong on one of them, so that this is everybody's error and nobody waits.
 
     Raises:
+        ValueError, TypeError, ShardoptError: something is wrong on this rank.
         RankFailureError: that is so on another rank, or ranks wrap different things; what differs is listed.
-        ValueError, TypeError, ShardoptError: something is wrong here (the cause of a RankFailureError where ranks met).
     """
     failure: BaseException | None = None
     parts: list[Part] = []
@@ -67,10 +67,20 @@ def construct(
     except BaseException as error:
         failure = error
     held: dict[str, str] = {} if failure else _described(parts, tracked, {"consensus": mode, "plain": plain})
+    _vote(scope, failure, held)
+    inventory.add(tracked)
+    return inventory, Consensus(mode, scope)
+
+
+def _vote(scope: Scope, failure: BaseException | None, held: Mapping[str, str]) -> None:
+    """Collective. Raises unless all ranks are well and hold the same."""
     digest = b"" if failure else hashlib.blake2b(repr(held).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     try:
         scope.vote("construct", problem=failure, digest=digest)
     except RankFailureError as verdict:
+        # In full, and of its own type: a vote's text is short.
+        if failure is not None:
+            raise failure from verdict
         if not verdict.disagree or verdict.failures or verdict.missing:
             raise
         raise RankFailureError(
@@ -79,8 +89,6 @@ def construct(
             operation=verdict.operation,
             disagree=verdict.disagree,
         ) from None
-    inventory.add(tracked)
-    return inventory, Consensus(mode, scope)
 
 
 def _described(parts: Sequence[Part], tracked: Sequence[Tracked], options: Mapping[str, Any]) -> dict[str, str]:
@@ -89,9 +97,11 @@ def _described(parts: Sequence[Part], tracked: Sequence[Tracked], options: Mappi
     for index, part in enumerate(parts):
         kind = type(part.inner)
         held[f"optimizer {index}"] = f"{kind.__module__}.{kind.__qualname__} {part.choice.compute}"
+    members: dict[int, list[str]] = {index: [] for index in range(sum(len(part.inner.param_groups) for part in parts))}
+    for item in tracked:
+        members[item.group].append(item.fqn)
+    held |= {f"parameter group {index}: its parameters": repr(names) for index, names in members.items()}
     for item in tracked:
         placements = item.param.placements if isinstance(item.param, DTensor) else "not sharded"
-        held[f"{item.fqn}: the parameter"] = repr(
-            (item.shape, item.param.dtype, item.group, item.name.aliases, placements)
-        )
+        held[f"{item.fqn}: the parameter"] = repr((item.shape, item.param.dtype, item.name.aliases, placements))
     return held

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardopt.collector import paused_collector
 from shardopt.errors import FormatError, PlacementError
 from shardopt.layouts.catalog import classes_like, defaults_of, spec_of, why_refused
+from shardopt.layouts.interchange import is_interchangeable, qualified
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.encode import decode, encode
 from shardopt.portable.handles import BytesHandle, Handle
@@ -214,7 +215,9 @@ def _plan_groups(
         record = manifest.parameters[match.saved_as[tracked.fqn]]
         saved_class = manifest.optimizers[record.optimizer].class_name
         # One that starts anew may have been another class's, whose values mean nothing here.
-        if options.is_fresh(tracked.name) and saved_class != qualified_name(inventory.part_of(tracked).inner):
+        if options.is_fresh(tracked.name) and not is_interchangeable(
+            saved_class, qualified_name(inventory.part_of(tracked).inner)
+        ):
             continue
         members[tracked.group].append(match.saved_as[tracked.fqn])
     saved = [
@@ -307,11 +310,12 @@ def _compare_classes(
         pair = (manifest.optimizers[saved.optimizer].class_name, qualified_name(inventory.part_of(tracked).inner))
         if not pair[0]:
             pair = (_likely_class(inventory, manifest, tracked, saved), pair[1])
-        if pair[0] and pair[0] != pair[1]:
+        if pair[0] and not is_interchangeable(*pair):
             different.setdefault(pair, []).append(tracked.fqn)
     for (saved_class, live_class), fqns in different.items():
         report.problems.append(
-            f"{len(fqns)} parameters ({say_names(fqns)}) were saved by {saved_class}; this optimizer is {live_class}."
+            f"{len(fqns)} parameters ({say_names(fqns)}) were saved by {saved_class}; this optimizer is {live_class}. "
+            "If their state means the same, shardopt.declare_interchangeable says so."
         )
 
 
@@ -325,4 +329,4 @@ def _likely_class(inventory: Inventory, manifest: Manifest, tracked: Tracked, sa
     others = [known for known in like if not defaults_of(known).keys() <= own]
     if type(inner) in like and not others:
         return ""
-    return " or ".join(f"{known.__module__}.{known.__qualname__}" for known in others or like)
+    return " or ".join(map(qualified, others or like))

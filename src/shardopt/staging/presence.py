@@ -48,9 +48,7 @@ class Presence:
         self.without = [item.fqn for item in tracked if item.fqn in lacking]
         if self.without and self._consensus.scope.index == 0:
             _LOG.warning(
-                "%d trainable parameters got no gradient in the first step: %s. They are not updated, and have no "
-                "state, until they get one.",
-                len(self.without),
+                "%s. They are not updated, and have no state, until they get one.",
                 self.said(),
             )
 
@@ -64,6 +62,10 @@ class Presence:
         return set(json.loads(scope.scatter("gradients", [answer] * scope.size if gathered else [])))
 
     def said(self) -> str:
-        """The names for a sentence."""
-        names = self.without or []
-        return ", ".join(names[:_MOST_SHOWN]) + f" and {len(names) - _MOST_SHOWN} more" * (len(names) > _MOST_SHOWN)
+        """That, as a sentence; empty if there is nothing to say."""
+        names = self.without
+        if not names:
+            return ""
+        more = f" and {len(names) - _MOST_SHOWN} more" * (len(names) > _MOST_SHOWN)
+        shown = ", ".join(names[:_MOST_SHOWN])
+        return f"{len(names)} trainable parameters got no gradient in the first step: {shown}{more}"
