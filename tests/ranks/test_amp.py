@@ -90,7 +90,7 @@ def train(rule: str, what: str, bad: int, unscale: bool, topology: str) -> dict[
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("what", ["sharded", "plain"])
-def test_an_overflow_anywhere_is_skipped_everywhere_D1_D2_T9(
+def test_an_overflow_anywhere_is_skipped_everywhere_D1_D2_D3_T9(
     what: str, rule: str, unscale: bool, ranks: RankPool
 ) -> None:
     for found in ranks.run(2, train, rule, what, 1, unscale, "fsdp"):

@@ -48,7 +48,7 @@ def test_what_was_saved_on_two_ranks_comes_back_bit_for_bit(
         ("finish", "raises", "IsADirectoryError: [Errno 21] Is a directory", "finish"),
     ],
 )
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_checkpoint_T4(
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_checkpoint_T2_T4_E6(
     point: str, kind: str, text: str, operation: str, world_size: int, ranks: RankPool, tmp_path: Path
 ) -> None:
     bad = 0 if point in ("global plan", "finish") else 1

@@ -91,8 +91,8 @@ def uninterrupted() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["stock", "path"])
-@pytest.mark.parametrize(("world_size", "bad"), [(2, 0), (2, 1), (4, 2)])
-def test_a_half_step_on_one_rank_stops_all_until_a_good_load(
+@pytest.mark.parametrize(("world_size", "bad"), [(2, 0), (2, 1), (4, 2), (4, 3)])
+def test_a_half_step_on_one_rank_stops_all_until_a_good_load_E3_E10(
     world_size: int, bad: int, how: str, ranks: RankPool, tmp_path: Path
 ) -> None:
     expected = ranks.run(world_size, save, str(tmp_path / "good"), SHAPE, {}, STEPS_SAVED)[0]
