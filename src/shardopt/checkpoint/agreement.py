@@ -11,7 +11,7 @@ from shardopt.errors import LoadError, RankFailureError
 from shardopt.scope import Scope
 from shardopt.scope.verdict import say_ranks
 
-__all__ = ["agree", "own_error"]
+__all__ = ["agree", "agree_on_arguments", "own_error"]
 
 _MOST_SHOWN = 20
 
@@ -59,6 +59,16 @@ def agree(scope: Scope, operation: str, said: Mapping[str, str], *, problem: Bas
             operation=operation,
             disagree=verdict.disagree,
         ) from None
+
+
+def agree_on_arguments(scope: Scope, operation: str, said: Mapping[str, str], *, problem: BaseException | None) -> None:
+    """Collective: ``agree``, but a rank whose own arguments are wrong raises that itself, in full and of its type."""
+    try:
+        agree(scope, operation, said, problem=problem)
+    except RankFailureError as verdict:
+        if problem is not None:
+            raise problem from verdict
+        raise
 
 
 def _differences(ranks: Sequence[int], held: Sequence[Mapping[str, str]]) -> list[str]:

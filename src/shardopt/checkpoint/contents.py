@@ -12,7 +12,10 @@ from shardopt.checkpoint.participants import ranks_holding
 from shardopt.errors import RankFailureError
 from shardopt.scope import Scope
 
-__all__ = ["check_state", "checked_path", "collect", "kinds_of"]
+__all__ = ["check_state", "checked_path", "collect", "kinds_of", "usable"]
+
+# How long ranks wait for one whose own time-out is no number of seconds.
+_DEFAULT_TIMEOUT_S = 600.0
 
 
 def check_state(state: object) -> None:
@@ -65,6 +68,11 @@ def checked_path(path: str | os.PathLike[str], timeout_s: float) -> str:
     if not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds.")
     return text
+
+
+def usable(timeout_s: float) -> float:
+    """The time, or another where ``checked_path`` refuses it: its rank has to tell the others."""
+    return timeout_s if isinstance(timeout_s, (int, float)) and timeout_s > 0 else _DEFAULT_TIMEOUT_S
 
 
 def collect(state: Mapping[str, Any], ask: Callable[[str, Any], Any]) -> dict[str, Any]:

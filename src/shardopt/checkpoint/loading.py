@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from shardopt.checkpoint.agreement import agree, own_error
-from shardopt.checkpoint.contents import check_state, checked_path, collect, kinds_of
+from shardopt.checkpoint.agreement import agree, agree_on_arguments, own_error
+from shardopt.checkpoint.contents import check_state, checked_path, collect, kinds_of, usable
 from shardopt.checkpoint.participants import scope_of
 from shardopt.checkpoint.target import Targets
 from shardopt.checkpoint.wrapped import names_of_wrapped, poison, prepare_unvoted, run_post_hooks
@@ -69,16 +69,25 @@ def load(
         LoadError: something does not fit; every problem is listed and nothing was changed.
         RankFailureError: that is so on another rank, or a rank failed, is missing, or was given something else.
         ScopeError: the ranks that hold what is in the dict did not come together.
-        TypeError, ValueError: an argument is not what it must be.
+        TypeError, ValueError: an argument is not what it must be, on this rank.
     """
-    check_state(state)
-    if not isinstance(state, MutableMapping):
-        raise TypeError(f"state is a {type(state).__name__}; values are put into it, so it must be a dict.")
-    place = checked_path(path, timeout_s)
-    options = LoadOptions.of(strict=strict, fresh=fresh, hyperparameters=hyperparameters, dtype=dtype, finite=finite)
-    scope = scope_of(state, timeout_s=timeout_s)
-    with scope.within(timeout_s):
-        agree(scope, "load: keys", {"options": options.spelled(), **kinds_of(state, scope)})
+    problem: BaseException | None = None
+    place, options = "", LoadOptions()
+    try:
+        check_state(state)
+        if not isinstance(state, MutableMapping):
+            raise TypeError(f"state is a {type(state).__name__}; values are put into it, so it must be a dict.")
+        place = checked_path(path, timeout_s)
+        options = LoadOptions.of(
+            strict=strict, fresh=fresh, hyperparameters=hyperparameters, dtype=dtype, finite=finite
+        )
+    except BaseException as error:
+        problem = error
+    # The ranks meet whatever is wrong with one's arguments: else the others would wait for it.
+    scope = scope_of(state, timeout_s=usable(timeout_s))
+    with scope.within(usable(timeout_s)):
+        said = {} if problem else {"options": options.spelled(), **kinds_of(state, scope)}
+        agree_on_arguments(scope, "load: keys", said, problem=problem)
         return _Load(scope, state, Path(place), options).run()
 
 

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from shardopt.checkpoint.agreement import agree, own_error
-from shardopt.checkpoint.contents import check_state, checked_path, collect, kinds_of
+from shardopt.checkpoint.agreement import agree_on_arguments, own_error
+from shardopt.checkpoint.contents import check_state, checked_path, collect, kinds_of, usable
 from shardopt.checkpoint.files import Writer
 from shardopt.checkpoint.participants import scope_of
 from shardopt.checkpoint.wrapped import scope_of_wrapped
@@ -43,13 +43,20 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, timeout_s: f
     Raises:
         RankFailureError: a rank failed, is missing, or was given something else; it is named, with its cause.
         ScopeError: the ranks that hold what is in the dict did not come together.
-        TypeError, ValueError: an argument is not what it must be.
+        TypeError, ValueError: an argument is not what it must be, on this rank.
     """
-    check_state(state)
-    place = checked_path(path, timeout_s)
-    scope = scope_of(state, timeout_s=timeout_s)
-    with scope.within(timeout_s):
-        agree(scope, "save: keys", {"path": place, **kinds_of(state, scope)})
+    problem: BaseException | None = None
+    place = ""
+    try:
+        check_state(state)
+        place = checked_path(path, timeout_s)
+    except BaseException as error:
+        problem = error
+    # The ranks meet whatever is wrong with one's arguments: else the others would wait for it.
+    scope = scope_of(state, timeout_s=usable(timeout_s))
+    with scope.within(usable(timeout_s)):
+        said = {} if problem else {"path": place, **kinds_of(state, scope)}
+        agree_on_arguments(scope, "save: keys", said, problem=problem)
         _Save(scope, state, place, timeout_s).run()
 
 
