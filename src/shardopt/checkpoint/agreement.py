@@ -26,7 +26,8 @@ def own_error(problem: BaseException | None) -> Generator[None]:
         yield
     except RankFailureError as verdict:
         if isinstance(problem, (LoadError, RankFailureError)):
-            raise problem from (None if problem is verdict else verdict)
+            # What it has come from itself says more than that all ranks have heard of it.
+            raise problem from problem.__cause__ or (None if problem is verdict else verdict)
         raise
 
 

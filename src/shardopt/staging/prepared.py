@@ -38,7 +38,7 @@ def agree(
         except Exception as verdict:
             # A rank's own problems are worth more to it than the vote's short text of them.
             if isinstance(failure, LoadError):
-                raise failure from (verdict if verdict is not failure else None)
+                raise failure from failure.__cause__ or (verdict if verdict is not failure else None)
             if isinstance(verdict, RankFailureError) and verdict.disagree and not verdict.failures:
                 raise _disagreement(verdict) from None
             raise
@@ -120,7 +120,7 @@ class PreparedLoad:
                 self._scope.vote("commit", problem=problem)
             except Exception as verdict:
                 if problem is not None:
-                    raise problem from (verdict if verdict is not problem else None)
+                    raise problem from problem.__cause__ or (verdict if verdict is not problem else None)
                 raise
         if problem is not None or self._plan is None:
             raise problem or AssertionError("a load without a problem has a plan")
