@@ -100,17 +100,25 @@ class Stepping:
     def unscale(self, inverse: Tensor, *, half: bool) -> dict[torch.device, Tensor]:
         """Collective. Unscales all gradients here and agrees on an overflow; see the wrapper's method."""
         failure: BaseException | None = None
+        named: list[tuple[str, Tensor]] = []
         found: dict[torch.device, Tensor] = {}
+        overflow = False
         try:
-            gradients = [pair for part in self._inventory.parts for pair in part.presentation.local_gradients()]
+            named = [pair for part in self._inventory.parts for pair in part.presentation.local_gradients()]
             if not half:
-                _refuse_half(gradients)
-            found = find_overflow([gradient for _, gradient in gradients], inverse)
+                _refuse_half(named)
+            found = find_overflow([gradient for _, gradient in named], inverse)
+            overflow = any(map(bool, found.values()))
         except BaseException as error:
             failure = error
-        # Whatever the wrapper's votes are set to: ranks that skipped apart would be different models.
-        overflow = any(map(bool, found.values()))
-        agreed = self._consensus.scope.vote("unscale", problem=failure, facts=int(overflow))
+        try:
+            # Whatever the wrapper's votes are set to: ranks that skipped apart would be different models.
+            agreed = self._consensus.scope.vote("unscale", problem=failure, facts=int(overflow))
+        except BaseException:
+            # Who tries again with these gradients must not divide them by the scale twice.
+            if failure is None:
+                find_overflow([gradient for _, gradient in named], inverse.double().reciprocal().float())
+            raise
         devices = {*found, *(tracked.local.device for tracked in self._inventory.tracked)}
         return {device: torch.full((), float(agreed), device=device) for device in devices}
 
