@@ -300,7 +300,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
                 "wrap them again."
             )
         inner = self._inventory.parts[0].inner
-        num_groups = len(inner.param_groups)
+        num_groups, held = len(inner.param_groups), set(inner.state)
         failure: BaseException | None = None
         tracked: list[Tracked] = []
         try:
@@ -314,7 +314,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             self._consensus.vote("add_param_group", failure, digest=names)
         except BaseException:
             for group in inner.param_groups[num_groups:]:
-                for param in group["params"]:
+                for param in set(group["params"]) - held:
                     inner.state.pop(param, None)
             del inner.param_groups[num_groups:]
             raise
