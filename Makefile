@@ -18,7 +18,7 @@ help:
 	@echo "make format    let ruff and clang-format rewrite the sources"
 	@echo "make compat    the tests on another torch, TORCH=$(TORCH)"
 	@echo "make cross     state written by torch $(DEV_TORCH) and by TORCH=$(TORCH), read by the other"
-	@echo "make bench     step and checkpoint benchmarks"
+	@echo "make bench     benchmarks of steps, of their checks, and of checkpoints"
 	@echo "make clean     remove environments and build folders"
 
 .venv/.installed: $(BUILD_INPUTS)
@@ -53,6 +53,7 @@ demo: .venv/.installed
 
 bench: .venv/.installed
 	.venv/bin/python benchmarks/step.py
+	.venv/bin/python benchmarks/consensus.py
 	.venv/bin/python benchmarks/checkpoint.py
 
 # State written by either torch is read by the other.

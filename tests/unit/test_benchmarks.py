@@ -49,6 +49,17 @@ def test_step(tmp_path: Path) -> None:
     assert output.count("bare / wrapped") == 4
 
 
+def test_consensus(tmp_path: Path) -> None:
+    sizes = ("--tensors", "3", "--rows", "5", "--columns", "2", "--steps", "3", "--block", "2")
+    output, lines = run_benchmark("consensus.py", *sizes, out=tmp_path / "consensus.jsonl")
+    assert [line["config"]["ranks"] for line in lines] == [2, 4]
+    for line in lines:
+        check_conditions(line)
+        assert set(line["samples"]) == {"checked", "off", "vote", "all_gather"}
+        assert all(len(times) == 3 and min(times) > 0 for times in line["samples"].values())
+    assert output.count("checked - off") == 2
+
+
 def test_checkpoint(tmp_path: Path) -> None:
     sizes = ("--parameters", "2", "--rows", "4", "--columns", "2", "--rounds", "2")
     memory = ("--big-parameters", "2", "--moment-side", "8", "--directory", str(tmp_path))
