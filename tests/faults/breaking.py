@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardopt.checkpoint.files import Writer
 from shardopt.checkpoint.target import Targets
+from shardopt.presentation.inventory import Inventory
 from tests.faults.kinds import DIFFERS
 from tests.faults.stage import Stage
+from tests.support.models import local_tensor
 
 __all__ = ["broken"]
 
@@ -85,6 +87,18 @@ def _patched(owner: Any, name: str, act: Act, *, after: bool) -> Iterator[None]:
             delattr(owner, name)
 
 
+class _UsersPath(os.PathLike[str]):
+    """Code of the user's that is asked for a path."""
+
+    def __init__(self, path: str, act: Act) -> None:
+        self.path = path
+        self.act = act
+
+    def __fspath__(self) -> str:
+        self.act()
+        return self.path
+
+
 class _BrokenPlan:
     """The last thing of a load to be put in place."""
 
@@ -117,6 +131,10 @@ def _loading(stage: Stage, act: Act) -> None:
     stage.extra.loading = act
 
 
+def _path(stage: Stage, act: Act) -> None:
+    stage.path, stage.target = _UsersPath(stage.path, act), _UsersPath(stage.target, act)
+
+
 def _last_of_plan(stage: Stage, act: Act) -> None:
     plan: Any = stage.prepared._plan
     plan.groups.append(_BrokenPlan(act))
@@ -138,6 +156,8 @@ _SLOTS: dict[tuple[str, str], Callable[[Stage, Act], None]] = {
     ("step", "update"): _between_groups,
     ("commit", "check"): _check_identity,
     ("commit", "copy"): _last_of_plan,
+    ("save", "path"): _path,
+    ("load", "path"): _path,
     ("save", "collect"): _saving,
     ("load", "plan"): _saving,
     ("load", "commit"): _loading,
@@ -159,6 +179,7 @@ _HOOKS: dict[tuple[str, str], Callable[[Stage], Callable[[Callable[..., None]], 
 # Functions that are replaced: owner, name, and whether the failure comes after the genuine one.
 _SEAMS: dict[tuple[str, str], Callable[[Stage], tuple[Any, str, bool]]] = {
     ("construct", "naming"): lambda stage: (stage.model, "named_modules", False),
+    ("construct", "check"): lambda _: (Inventory, "check", False),
     ("add_param_group", "naming"): lambda stage: (stage.model, "named_modules", False),
     ("add_param_group", "inner"): lambda stage: (stage.inner, "add_param_group", True),
     ("step", "preflight"): lambda stage: (stage.presentation, "preflight", False),
@@ -264,15 +285,30 @@ _VALUES: dict[tuple[str, str], Callable[[Stage], Undo]] = {
     ("save", "arguments"): _odd_key,
     ("save", "value"): _unreadable,
     ("load", "arguments"): _option("finite", "never"),
+    ("load", "dict"): _odd_key,
 }
+
+
+def _without_gradient(stage: Stage) -> Undo:
+    stage.model.up.weight.grad = None
+    return lambda: None
+
+
+def _overflown(stage: Stage) -> Undo:
+    local_tensor(stage.inner.param_groups[0]["params"][0].grad).view(-1)[:1] = float("inf")
+    return lambda: None
+
 
 _DIFFERENCES: dict[tuple[str, str], Callable[[Stage], Undo]] = {
     ("construct", "options"): _option("consensus", "checkpoint"),
     ("add_param_group", "naming"): _attribute("group", lambda stage: [stage.model.scale]),
     ("step", "gradients"): _gradient(_replicated),
     ("step", "overflow"): lambda _: lambda: None,
+    ("scaled step", "overflow"): _overflown,
+    ("first step", "missing"): _without_gradient,
     ("state_dict", "pre-hook"): _group_value,
     ("prepare_load", "options"): _option("strict", False),
+    ("prepare_load", "another"): _attribute("path", lambda stage: os.path.join(stage.directory, "other")),
     ("save", "arguments"): _attribute("target", lambda stage: os.path.join(stage.directory, "elsewhere")),
     ("save", "optimizer"): _group_value,
     ("load", "arguments"): _option("strict", False),

@@ -27,6 +27,8 @@ class Seen:
         changes: how optimizer, model, gradients and random numbers differ from before.
         next: half-written cells: what the next step raised; where a rank was killed or stopped, instead of ``error``.
         refused: half-written cells: what saves raised, shardopt's.
+        scale: by what GradScaler has multiplied its scale.
+        without: parameters that are said to have had no gradient in a first step.
         unchanged: the save target has the same files as before.
         ranks: what an ``all_reduce`` of ones gives afterwards.
         step: how a correct step afterwards differs from that of an undisturbed run.
@@ -37,6 +39,8 @@ class Seen:
     changes: list[str] = field(default_factory=list)
     next: Caught | None = None
     refused: Caught | None = None
+    scale: float = 1.0
+    without: list[str] = field(default_factory=list)
     unchanged: bool = True
     ranks: float = 0.0
     step: list[str] = field(default_factory=list)
@@ -75,6 +79,7 @@ def _fill_one(stage: Stage, cell: Cell) -> Seen:
         error = caught(lambda: stage.perform(cell.operation))
         fault.armed = False
         seen = Seen(error=error, changes=before.diff(snapshot(stage.optimizer, stage.model)))
+        seen.scale, seen.without = stage.scale, stage.without
         if signalled and point.half_written and not point.votes_after:
             seen.next = caught(stage.optimizer.step)
     if cell.kind == KILLED:
@@ -112,7 +117,7 @@ def _look_after(stage: Stage, cell: Cell, seen: Seen, files: list[str]) -> None:
         seen.refused = caught(lambda: shardopt_save(stage, target))
     dist.barrier()
     seen.unchanged = sorted(os.listdir(os.path.join(stage.directory, "target"))) == files
-    if point.half_written or cell.operation == "dcp.load":
+    if point.half_written or point.own == "agree" or cell.operation == "dcp.load":
         stage.mend()
         seen.mended = stage.differences()
     seen.ranks = stage.reduced()

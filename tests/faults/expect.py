@@ -39,9 +39,8 @@ def _problems_on(cell: Cell, rank: int, seen: Seen) -> Iterator[str]:
     point = point_of(cell)
     signalled = cell.kind in (KILLED, STOPPED)
     half_done = point.half_written and not point.votes_after
-    if point.own == "torch":
-        if seen.error.kind != "CheckpointException" or "on purpose" not in seen.error.text:
-            yield f"torch raised {seen.error}"
+    if point.own in ("torch", "skip", "agree"):
+        yield from _of_its_own(point, seen)
     elif signalled and half_done:
         yield from [] if seen.error.kind == "" else [f"what was begun is finished, but: {seen.error}"]
         assert seen.next is not None
@@ -57,11 +56,23 @@ def _problems_on(cell: Cell, rank: int, seen: Seen) -> Iterator[str]:
     yield from _effects(point, cell, seen)
 
 
+def _of_its_own(point: Point, seen: Seen) -> Iterator[str]:
+    """Points at which no verdict of shardopt's is raised."""
+    if point.own == "torch" and (seen.error.kind != "CheckpointException" or "on purpose" not in seen.error.text):
+        yield f"torch raised {seen.error}"
+    if point.own in ("skip", "agree") and seen.error.kind:
+        yield f"raised {seen.error}"
+    if point.own == "skip" and seen.scale != 0.5:
+        yield f"did not skip as the others: its scale is {seen.scale} of what it was"
+    if point.own == "agree" and seen.without:
+        yield f"says of {seen.without} that no rank has a gradient"
+
+
 def _effects(point: Point, cell: Cell, seen: Seen) -> Iterator[str]:
-    # torch reads a model into its own memory, before anybody is asked.
-    torchs = ("parameter.",) if cell.operation == "dcp.load" else ()
-    changes = [change for change in seen.changes if not change.startswith(torchs)] if torchs else seen.changes
-    if changes and not point.half_written:
+    # torch reads a model into its own memory before anybody is asked; a scaler divides gradients, and skips afterwards.
+    torchs = {"dcp.load": "parameter.", "scaled step": "gradient."}.get(cell.operation)
+    changes = [change for change in seen.changes if torchs is None or not change.startswith(torchs)]
+    if changes and not point.half_written and point.own != "agree":
         yield f"changed: {changes[:3]}"
     if cell.kind == KILLED:
         return

@@ -36,11 +36,14 @@ What the cells say:
 * **late**: the others raise what names the rank within the deadline and 2 s; nothing has changed. A rank that comes
   back gets the same error, and then all go on as above.
 * **next**: what was begun is finished on every rank that lives; the next step names the rank as **late** does.
+* **skip**: nobody raises; every rank skips the step and halves its scale.
+* **agree**: nobody raises; the step is right, and no rank says that nobody has the gradient.
 * **torch**: torch's own error on every rank; the optimizer's state is the same bit for bit.
 * a number: there is no such cell, for the reason below the table.
 
-Of 2 ranks each is at fault, of 4 the first and the last in turn. Killed are the first of 2 and the last of 4, point by
-point in turn; stopped are both. `dcp.load` reads into the model before anybody is asked; only the optimizer is covered.
+Of 2 ranks each is at fault, of 4 the first and the last in turn. Killed is the first of 2 or, at every third point, the
+last of 4; stopped is the first of 2 and, at every other point, the last of 4. `dcp.load` reads into the model before
+anybody is asked; only the optimizer is covered.
 """
 
 
@@ -73,8 +76,8 @@ def _says(point: Point, kind: str, reasons: list[str]) -> str:
     why = reason(point, kind)
     if why:
         return str(reasons.index(why) + 1)
-    if point.own == "torch":
-        return "torch"
+    if point.own in ("torch", "skip", "agree"):
+        return point.own
     if point.half_written and not point.votes_after:
         return "half" if kind in RAISED else "next"
     if point.half_written:

@@ -26,7 +26,9 @@ class Point:
         name: of the point.
         fails: what fails there, for the page.
         voted_as: what the error calls the operation.
-        own: what the rank itself raises: the verdict, with the original exception as its cause, or that exception.
+        own: what the rank itself raises: the verdict, with the original exception as its ``cause``, that exception
+            ``itself``, or one of a class; ``torch`` where all ranks raise torch's own, ``skip`` and ``agree`` where
+            none raises.
         half_written: whether it comes after the operation's first write.
         votes_after: whether such a failure is voted on too, so that all ranks hear of it at once.
         first_only: whether only the first rank gets there.
@@ -56,7 +58,9 @@ _FAILS = {DIFFERS: _NOT_COMPARED}
 _VALUE = _only("raises", why=_OWN_VALUE)
 _VALUES = _only("raises", DIFFERS, why=_OWN_VALUE)
 _ALL: Mapping[str, str] = {}
+_DIFFERENCE = _only(DIFFERS, why="it is a difference, not a failure")
 _ONE = {DIFFERS: _ONE_RANK}
+_AS_SAVE = {kind: "the others wait as in `save`" for kind in (KILLED, STOPPED)}
 _SIGNALS = {kind: "the others wait as in `prepare_load`" for kind in (KILLED, STOPPED)}
 
 
@@ -84,6 +88,7 @@ POINTS: tuple[Point, ...] = (
         "state the optimizer has already, and which has no known place",
         own="PlacementError",
     ),
+    _at("construct", "check", "construct", _FAILS, "the check of what is wrapped together", "naming", own="itself"),
     _at(
         "add_param_group",
         "naming",
@@ -110,7 +115,7 @@ POINTS: tuple[Point, ...] = (
         "step",
         "overflow",
         "step",
-        _only(DIFFERS, why="it is a difference, not a failure"),
+        _DIFFERENCE,
         "`found_inf` of torch's own GradScaler",
     ),
     _at("step", "update", "step", _FAILS, "the wrapped optimizer, between two groups", own="itself", half_written=True),
@@ -122,8 +127,10 @@ POINTS: tuple[Point, ...] = (
         _only(KILLED, STOPPED, why="no code of a user's runs there"),
         "the rank, between the vote and the comparison of gradients",
     ),
+    _at("first step", "missing", "", _DIFFERENCE, "a gradient that is missing", own="agree"),
     _at("unscale", "gradients", "unscale", _FAILS, "looking through the gradients"),
     _at("unscale", "half", "unscale", _VALUE, "a float16 gradient"),
+    _at("scaled step", "overflow", "", _DIFFERENCE, "a gradient that has overflowed", own="skip"),
     _at("state_dict", "pre-hook", "state_dict", _ALL, "`register_state_dict_pre_hook`; or a group has another value"),
     _at("state_dict", "export", "state_dict", _FAILS, "describing the state", "pre-hook"),
     _at("state_dict", "post-hook", "state_dict", _FAILS, "`register_state_dict_post_hook`", "pre-hook"),
@@ -137,12 +144,14 @@ POINTS: tuple[Point, ...] = (
         "the checkpoint is not there, for one rank",
         own="LoadError",
     ),
+    _at("prepare_load", "another", "prepare_load", _DIFFERENCE, "one rank reads another save of the same state"),
     _at("prepare_load", "checking", "prepare_load", _FAILS, "checking what was read", "reading"),
     _at("prepare_load of a dict", "checking", "prepare_load", _FAILS | _SIGNALS, "checking what is in the dict"),
     _at("commit", "check", "commit", _FAILS, "the look whether the optimizer has moved", own="itself"),
     _at("commit", "moved", "commit", _VALUE, "the optimizer has moved since, on one rank", own="StaleLoadError"),
     _at("commit", "copy", "step", _FAILS, "copying, when some of it is in place", own="itself", half_written=True),
     _at("save", "arguments", "save: keys", _VALUES, "a key that is no string; or another path", own="TypeError"),
+    _at("save", "path", "save: keys", _FAILS, "the path's `__fspath__()`", own="itself"),
     _at("save", "collect", "save: collect", _FAILS, "a user's `state_dict()`", "optimizer"),
     _at(
         "save",
@@ -157,6 +166,8 @@ POINTS: tuple[Point, ...] = (
     _at("save", "write", "save: write", _FAILS, "`write_data`"),
     _at("save", "finish", "save: finish", _ONE, "publishing the metadata", first_only=True),
     _at("load", "arguments", "load: keys", _VALUES, "`finite='never'`; or another `strict=`", own="ValueError"),
+    _at("load", "path", "load: keys", _FAILS | _AS_SAVE, "the path's `__fspath__()`", own="itself"),
+    _at("load", "dict", "load: keys", _VALUE, "a key that is no string", own="TypeError"),
     _at("load", "plan", "load: plan", _ALL, "a user's `state_dict()`; or the rank sees another checkpoint"),
     _at("load", "open", "load: plan", _FAILS, "`read_metadata`", "plan", own="LoadError or cause"),
     _at("load", "read", "load: read", _FAILS, "reading and checking"),

@@ -122,12 +122,14 @@ class Stage:
         self.twin_model, self.twin = self._pair("off")
         self.state: dict[str, Any] = {"model": self.model, "optim": self.optimizer, "extra": self.extra, "step": 1}
         self.group: list[Tensor] = [self.model.kernel]
-        self.target = os.path.join(self.directory, "target")
-        self.path = self.good = os.path.join(self.directory, "good")
+        self.target: str | os.PathLike[str] = os.path.join(self.directory, "target")
+        self.good = os.path.join(self.directory, "good")
+        self.path: str | os.PathLike[str] = self.good
         for _ in range(2):
             self.step_both()
         self.saved = [local_tensor(param).clone() for param in self.twin_model.parameters()]
-        for name in ("good", "other", "target"):
+        # Saves nobody loads are left out where each cell has new processes.
+        for name in ("good", "target", *(["other"] if self.timeout_s > SHORT_S else [])):
             shardopt.save(self.state, os.path.join(self.directory, name), timeout_s=LONG_S)
         # The first load of a process takes longer than the deadline of a cell.
         shardopt.load(self.state, self.good, timeout_s=LONG_S)
@@ -167,7 +169,7 @@ class Stage:
         self.group = [self.model.kernel]
         self.unwrapped = self.adamw(self.model)
         set_gradients(self.model, 100, without=SPARE)
-        if operation == "unscale":
+        if operation in ("unscale", "scaled step"):
             self._scale_gradients(SCALE)
             self.scaler = shardopt.GradScaler("cpu", init_scale=SCALE)
             self.scaler.scale(torch.ones(1))
@@ -213,6 +215,10 @@ class Stage:
     def _unscale(self) -> None:
         self.scaler.unscale_(self.optimizer)
 
+    def _scaled_step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
     def _state_dict(self) -> object:
         return self.optimizer.state_dict()
 
@@ -236,6 +242,16 @@ class Stage:
 
     def _dcp_load(self) -> None:
         dcp.load({"model": self.model, "optim": self.optimizer}, checkpoint_id=self.good)
+
+    @property
+    def scale(self) -> float:
+        """Of the scaler, which is halved where a step was skipped."""
+        return self.scaler.get_scale() / SCALE if hasattr(self, "scaler") else 1.0
+
+    @property
+    def without(self) -> list[str]:
+        """Parameters that had no gradient on any rank in the new optimizer's first step."""
+        return (self.new._stepping.presence.without or []) if hasattr(self, "new") else []
 
     def mend(self) -> None:
         """Collective. Loads the good checkpoint, into the twin too."""

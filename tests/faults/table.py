@@ -60,11 +60,14 @@ def filled(operation: str, world_size: int) -> list[Cell]:
 def signal_cells(kind: str, world_size: int) -> list[Cell]:
     """The cells in which a rank is killed or stopped: the first rank of 2, the last of 4.
 
-    A killed rank takes its processes with it, so that these go to the two sizes in turn; stopped are ranks of both.
+    A killed rank takes its processes with it, so that two points in three have that on 2 ranks, the third on 4. All
+    have a stopped one on 2 ranks, every other point on 4 too.
     """
     points = [point for point in POINTS if not reason(point, kind)]
     if kind == KILLED:
-        points = points[0 if world_size == 2 else 1 :: 2]
+        points = [point for place, point in enumerate(points) if (place % 3 == 2) == (world_size == 4)]
+    elif world_size == 4:
+        points = points[::2]
     last = 0 if world_size == 2 else 3
     return [
         Cell(
