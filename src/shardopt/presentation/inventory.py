@@ -152,9 +152,10 @@ class Inventory:
         return self.own_index is not None and not isinstance(tracked.param, DTensor)
 
     def optional_entries(self, tracked: Tracked) -> tuple[str, ...]:
-        """Element-wise entries that may be left from before an option of the group was changed."""
-        spec = spec_of(self.part_of(tracked).inner)
-        return () if spec is None else spec.optional
+        """Element-wise entries that may be there: left from before an option was changed, or seen in a probe."""
+        part = self.part_of(tracked)
+        spec = spec_of(part.inner)
+        return tuple(sorted(part.choice.entries)) if spec is None else spec.optional
 
     def initial_state(self, tracked: Tracked, group: dict[str, Any]) -> dict[str, Any]:
         """The state that a new optimizer has for the parameter before its first step, made anew; often none."""

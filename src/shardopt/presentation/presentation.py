@@ -17,6 +17,7 @@ from shardopt.layouts.catalog import is_whole_matrix, spec_of
 from shardopt.layouts.interchange import qualified
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.identity import Identity
+from shardopt.presentation.probe import probe
 from shardopt.torch_compat import gradients_of, local_shard, raw_step
 
 __all__ = ["COMPUTE", "Choice", "Presentation", "Ready", "amp_scale", "choose", "drop_amp_scale", "qualified_name"]
@@ -188,10 +189,17 @@ def qualified_name(inner: torch.optim.Optimizer) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which presentation an optimizer gets, and the reason in one sentence."""
+    """Which presentation an optimizer gets, and the reason in one sentence.
+
+    Attributes:
+        compute: the presentation's name.
+        reason: why.
+        entries: element-wise entries that the class was seen to keep, where nothing else is known of it.
+    """
 
     compute: str
     reason: str
+    entries: frozenset[str] = frozenset()
 
 
 def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
@@ -211,7 +219,15 @@ def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
     if is_whole_matrix(inner):
         why = "needs whole parameters to update one"
     else:
-        why = "is not known to be element-wise (a subclass of a known class may change its rule)"
+        try:
+            found = probe(inner)
+        except Exception as error:
+            why = f"could not be tried on small parameters ({type(error).__name__}: {str(error)[:200]})"
+        else:
+            if found.why_not is None:
+                tried = "gives the same bits on parts of tensors as on whole ones, and mixes no elements"
+                return Choice("local", f"{label} {tried} (tried on small parameters)", found.entries)
+            why = f"is not element-wise ({found.why_not})"
     raise PresentationError(
         f"{label} {why}, so compute={compute!r} could silently differ from the unsharded run. Pass compute='dtensor' "
         "to run it on the DTensors with torch's own dispatch, if its rule supports them."

@@ -1,0 +1,275 @@
+"""Finding out how a rule has to be shown its parameters, by running it on tiny ones, whole and in parts.
+
+A rule that gives the same bits on parts of a tensor as on the whole one is element-wise as far as 24 steps can show.
+That alone is not enough: rules that couple parameters begin to do so late, or with some gradients only. So three
+witnesses have to agree before a rule counts as element-wise: the numbers, under two kinds of gradients; monotony: whole
+parameters alone get the same bits too; and an audit of the operations, which sees a reduction before it has an effect.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardopt.presentation.audit import OperationAudit
+from shardopt.presentation.replica import make_replica
+from shardopt.torch_compat import raw_step
+
+__all__ = ["Finding", "probe"]
+
+NUM_STEPS = 24
+_SEED = 20250123
+
+# By number of dimensions. Every half along every dim is a multiple of 64 elements: torch's vector loops round the rest
+# of a tensor differently than its body. The two of a kind differ, for rules that look at shapes.
+_SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
+    0: ((), ()),
+    1: ((256,), (128,)),
+    2: ((16, 32), (32, 16)),
+    3: ((16, 8, 4), (8, 16, 4)),
+    4: ((16, 8, 4, 2), (8, 16, 2, 4)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a probe has found.
+
+    Attributes:
+        why_not: why the rule cannot be run on parts of parameters, in words; None when nothing speaks against it.
+        entries: state entries that have a number for each element of their parameter; of a rule that can.
+    """
+
+    why_not: str | None
+    entries: frozenset[str] = frozenset()
+
+
+def probe(inner: torch.optim.Optimizer) -> Finding:
+    """Finds out whether the rule is element-wise.
+
+    Runs replicas of the optimizer, with its options, on small parameters of the dimensions that it has. No effect on
+    anything live, nor on random numbers.
+
+    Raises:
+        PresentationError: no replica can be made.
+        Exception: the rule does not run on whole parameters either; what it raises.
+    """
+    with _undisturbed():
+        return _Probe(inner).run()
+
+
+class _Probe:
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner = inner
+        self._group_of: list[int] = []
+        shapes: list[tuple[int, ...]] = []
+        for index, group in enumerate(inner.param_groups):
+            for dims in sorted({min(param.dim(), max(_SHAPES)) for param in group["params"]}):
+                shapes += _SHAPES[dims]
+                self._group_of += [index] * len(_SHAPES[dims])
+        generator = torch.Generator().manual_seed(_SEED)
+        self._params = [torch.randn(shape, generator=generator) for shape in shapes]
+        self._noise = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(NUM_STEPS)]
+
+    def run(self) -> Finding:
+        everything = [_Part(index) for index in range(len(self._params))]
+        entries: set[str] = set()
+        for name, regime in (("given", self._given), ("dependent", self._dependent)):
+            whole = self._run(everything, regime)
+            if whole.drew:
+                return Finding("it draws random numbers, which parts would draw in another order")
+            entries |= whole.elementwise()
+            for what, ways in (("parts of parameters", self._halves()), ("parameters alone", self._owners())):
+                found = self._differs(whole, ways, regime)
+                if found is not None:
+                    return Finding(f"with {name} gradients {what} {found}")
+        mixing = self._audit(everything)
+        why_not = f"it uses {', '.join(mixing[:5])}, which can mix elements" if mixing else None
+        return Finding(why_not, frozenset(entries))
+
+    # Gradients. What a step's noise is cut to goes with the parameter it is for.
+
+    def _given(self, step: int, noise: Tensor, param: Tensor, index: int) -> Tensor | None:
+        if step == 2 and index == 0:
+            return torch.zeros_like(noise)
+        return None if step == 3 and index == 1 else noise * 10.0 ** (step % 4 - 2)
+
+    def _dependent(self, step: int, noise: Tensor, param: Tensor, index: int) -> Tensor | None:
+        # As of a loss that has its minimum at zero: some rules couple parameters only when they are on their way.
+        return None if step == 6 and index == 1 else param / 2 + noise / 10
+
+    # Ways to cut. A part is an index, a dim, where it starts and how long it is; dim None is the whole parameter.
+
+    def _owners(self) -> Iterator[list[list[_Part]]]:
+        count = len(self._params)
+        yield [[_Part(index)] for index in range(count)]
+        yield [[_Part(index) for index in range(count) if index % 2 == rank] for rank in range(2)]
+
+    def _halves(self) -> Iterator[list[list[_Part]]]:
+        dims = range(max(param.dim() for param in self._params))
+        for dim in dims:
+            yield [[self._half(index, dim, rank) for index in range(len(self._params))] for rank in range(2)]
+        # The second rank holds nothing of the first parameter that can be cut.
+        first = next((index for index, param in enumerate(self._params) if param.dim()), None)
+        if first is not None:
+            size = self._params[first].shape[0]
+            yield [
+                [
+                    _Part(index, 0, rank * size, size * (1 - rank)) if index == first else self._half(index, 0, rank)
+                    for index in range(len(self._params))
+                ]
+                for rank in range(2)
+            ]
+
+    def _half(self, index: int, dim: int, rank: int) -> _Part:
+        param = self._params[index]
+        if dim >= param.dim():
+            return _Part(index)
+        size = param.shape[dim] // 2
+        return _Part(index, dim, rank * size, size)
+
+    # Runs.
+
+    def _differs(self, whole: _Run, ways: Iterator[list[list[_Part]]], regime: _Regime) -> str | None:
+        for ranks in ways:
+            try:
+                runs = [self._run(parts, regime) for parts in ranks]
+            except Exception as error:
+                return f"raise {type(error).__name__}: {str(error)[:120]}"
+            for step in range(NUM_STEPS):
+                for run in runs:
+                    for part, got in zip(run.parts, run.history[step], strict=True):
+                        if not _same(got, part.of(whole.history[step][part.index])):
+                            return f"get other bits than the whole at step {step + 1}"
+            for run in runs:
+                for part, state in zip(run.parts, run.states, strict=True):
+                    entry = _unlike(part, state, whole.states[part.index])
+                    if entry is not None:
+                        return f"keep a state {entry!r} that is no part of the whole one's"
+        return None
+
+    def _run(self, parts: Sequence[_Part], regime: _Regime) -> _Run:
+        params = [nn.Parameter(part.of(self._params[part.index]).clone()) for part in parts]
+        optimizer = self._replica(parts, params)
+        torch.manual_seed(_SEED)
+        before = torch.get_rng_state()
+        history: list[list[Tensor]] = []
+        for step in range(NUM_STEPS):
+            self._step(optimizer, parts, params, regime, step)
+            history.append([param.detach().clone() for param in params])
+        drew = not torch.equal(before, torch.get_rng_state())
+        return _Run(list(parts), history, [optimizer.state.get(param) or {} for param in params], drew)
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parts: Sequence[_Part],
+        params: Sequence[nn.Parameter],
+        regime: _Regime,
+        step: int,
+    ) -> None:
+        for part, param in zip(parts, params, strict=True):
+            noise = part.of(self._noise[step][part.index])
+            gradient = regime(step, noise, param.detach(), part.index)
+            param.grad = None if gradient is None else gradient.clone()
+        raw_step(optimizer)()
+
+    def _replica(self, parts: Sequence[_Part], params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        grouped: list[list[Tensor]] = [[] for _ in self._inner.param_groups]
+        for part, param in zip(parts, params, strict=True):
+            grouped[self._group_of[part.index]].append(param)
+        return make_replica(self._inner, grouped)
+
+    def _audit(self, parts: Sequence[_Part]) -> list[str]:
+        params = [nn.Parameter(param.clone()) for param in self._params]
+        optimizer = self._replica(parts, params)
+        audit = OperationAudit()
+        for step in range(NUM_STEPS):
+            for part, param in zip(parts, params, strict=True):
+                param.grad = self._given(step, self._noise[step][part.index], param, part.index + 2)
+            with audit:
+                raw_step(optimizer)()
+        return list(audit.mixing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A parameter, or what one rank holds of it."""
+
+    index: int
+    dim: int | None = None
+    start: int = 0
+    length: int = 0
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole if self.dim is None else whole.narrow(self.dim, self.start, self.length)
+
+
+_Regime = Callable[[int, Tensor, Tensor, int], Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What became of parts of parameters: their values after each step, their state after the last one."""
+
+    parts: list[_Part]
+    history: list[list[Tensor]]
+    states: list[Mapping[str, Any]]
+    drew: bool
+
+    def elementwise(self) -> set[str]:
+        """Entries with the shape of their parameter wherever that has dimensions to tell it by."""
+        shaped: dict[str, bool] = {}
+        for value, state in zip(self.history[-1], self.states, strict=True):
+            for name, entry in state.items():
+                if value.dim() and isinstance(entry, Tensor):
+                    shaped[name] = shaped.get(name, True) and entry.shape == value.shape
+        return {name for name, all_are in shaped.items() if all_are}
+
+
+def _unlike(part: _Part, state: Mapping[str, Any], whole: Mapping[str, Any]) -> str | None:
+    """An entry of a part that is neither that part of the whole one nor the same as it; None if there is none."""
+    if part.dim is not None and not part.length:
+        return None
+    for name in {**state, **whole}:
+        one, other = state.get(name), whole.get(name)
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            cut = part.dim is not None and other.dim() > part.dim and one.shape != other.shape
+            alike = _same(one, part.of(other) if cut else other)
+        else:
+            held = any(isinstance(leaf, Tensor) for leaf in tree_leaves((one, other)))
+            alike = not held and type(one) is type(other) and bool(one == other)
+        if not alike:
+            return name
+    return None
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8))
+
+
+@contextmanager
+def _undisturbed() -> Generator[None]:
+    """Leaves the generators of torch, NumPy and Python as they were; one thread, for bits and for time."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
