@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -89,17 +89,16 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         self._optimizer_state_dict_post_hooks = OrderedDict()
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
         self._optimizer_load_state_dict_post_hooks = OrderedDict()
-        inners = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        self._models = [model] if isinstance(model, nn.Module) else list(model)
         self._inventory, self._consensus = construct(
-            inners,
-            self._models,
+            optimizer,
+            model,
             ShardedStateOptimizer,
             compute=compute,
             mode=consensus,
             vote_timeout_s=vote_timeout,
             plain=plain,
         )
+        self._models = self._inventory.models
         self._scope = self._consensus.scope
         self._changes = 0
         self._prepared = 0
@@ -219,7 +218,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         *,
         prefix: str | None = None,
         strict: bool = True,
-        fresh: Sequence[str] = (),
+        fresh: Iterable[str] = (),
         hyperparameters: str | Mapping[str, Any] = "checkpoint",
         dtype: str = "same",
         finite: str = "error",

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+import shardopt
 from shardopt import ShardedStateOptimizer
 from tests.support.rules import state, weights
 
@@ -143,3 +144,64 @@ def test_a_step_that_raises_leaves_no_scale_behind(where: str) -> None:
     assert not amp_attributes(inner)
     # A scale left here would be multiplied with the next one, and that update silently be off by a factor of 1024.
     assert not amp_attributes(optimizer)
+
+
+@pytest.mark.parametrize("scaler_class", [GradScaler, shardopt.GradScaler])
+@pytest.mark.parametrize("where", ["inner", "outer"])
+def test_pre_hooks_see_unscaled_gradients_as_without_the_wrapper(scaler_class: Any, where: str) -> None:
+    seen: list[list[float]] = []
+
+    def run(wrap: bool, scaler: Any) -> Any:
+        model = linear()
+        inner = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.9)
+        optimizer: Any = ShardedStateOptimizer(inner, model) if wrap else inner
+        norms: list[float] = []
+        hooked = optimizer if where == "outer" or not wrap else inner
+        hooked.register_step_pre_hook(
+            lambda *_: norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)))
+        )
+        for step in range(3):
+            scaler.scale(model(torch.full((2, 3), 0.5 + step)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        seen.append(norms)
+        return weights(model)
+
+    bare = run(False, GradScaler("cpu", init_scale=1024.0))
+    assert run(True, scaler_class("cpu", init_scale=1024.0)) == bare
+    assert seen[0] == seen[1]
+
+
+def test_a_step_that_fails_in_a_hook_leaves_gradients_as_they_were() -> None:
+    model = linear()
+    optimizer = ShardedStateOptimizer(build(torch.optim.AdamW, model.parameters(), False), model)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+    before = [param.grad.clone() for param in model.parameters()]
+
+    def fail(*_: Any) -> None:
+        raise OSError("no")
+
+    handle = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(OSError, match="no"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, before, (param.grad for param in model.parameters())))
+    handle.remove()
+    optimizer.step()
+
+
+def test_the_default_dtype_is_no_matter_to_the_verdict() -> None:
+    model = linear()
+    optimizer = ShardedStateOptimizer(build(torch.optim.AdamW, model.parameters(), False), model)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for scaler in (GradScaler("cpu", init_scale=1024.0), shardopt.GradScaler("cpu", init_scale=1024.0)):
+            scaler.scale(torch.ones(1))
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 1024.0)
+            scaler.step(optimizer)
+            scaler.update()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[model[0].weight]["step"] == 2

@@ -380,3 +380,12 @@ def test_options_are_spelled_to_the_last_bit() -> None:
         LoadOptions(hyperparameters={"a": 1, "b": 2}).spelled()
         == LoadOptions(hyperparameters={"b": 2, "a": 1}).spelled()
     )
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, iter])
+def test_fresh_may_be_any_collection_of_patterns(kind: Any, tmp_path: Path) -> None:
+    saved(tmp_path, wrapped(model_of("ab"), steps=1))
+    loaded = wrapped(model_of("ab"))[0].prepare_load(tmp_path, fresh=kind(["b.*"]))
+    assert loaded.report.fresh == ["b.weight"]
+    options = [LoadOptions(fresh=tuple(order)) for order in (["a", "b"], ["b", "a"])]
+    assert options[0].spelled() == options[1].spelled()

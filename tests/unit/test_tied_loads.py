@@ -66,3 +66,13 @@ def test_torchs_checkpoint_of_untied_parameters_loads_into_tied_ones(tmp_path: P
     other = tied("x", "w", "z", also=("w", "z"))
     other[0].prepare_load(tmp_path, strict=False).commit()
     assert other[0].state[other[1]["w"].weight]["exp_avg"].tolist() == want["z.weight"]
+
+
+def test_an_alias_of_the_saved_state_that_is_not_taken_is_no_lost_name(tmp_path: Path) -> None:
+    source = saved(tmp_path, tied("a", "b", "c", also=("a", "c"), steps=2))
+    want = state(*source)
+    live = tied("b", "c", also=("b", "c"))
+    loaded = live[0].prepare_load(tmp_path)
+    assert any(note.startswith("a.weight: it is tied to b.weight now") for note in loaded.report.notes)
+    loaded.commit()
+    assert state(*live) == {"b.weight": want["b.weight"]}

@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -18,7 +19,7 @@ from shardopt.naming import Name, canonical
 from shardopt.portable.export import handle_for
 from shardopt.portable.handles import BoxHandle, Handle
 from shardopt.portable.storage import Storage
-from shardopt.staging.filling import can_be_filled
+from shardopt.staging.filling import can_be_filled, sharing_memory
 from shardopt.staging.options import LoadOptions
 from shardopt.staging.report import Report, say_names
 
@@ -92,6 +93,26 @@ class Targets:
         for top in self.states:
             self._read_tensors(top, storage)
             self._read_leaves(top, storage, leaves)
+        self._compare_shared()
+
+    def _compare_shared(self) -> None:
+        """Notes live tensors that share memory, as tied weights do, and would have to take two values."""
+        mend = "tie them after the load, or leave one of them out of the dict"
+        first: dict[tuple[Any, ...], tuple[str, Tensor, Tensor]] = {}
+        for key, one in self._tensors.items():
+            if not one.handle.scratch or _incomplete(one):
+                continue
+            live, value = one.tracked.local, one.handle.scratch[0].tensor()
+            view = (live.data_ptr(), live.shape, live.stride(), live.dtype) if live.numel() else (key,)
+            other, _, others = first.setdefault(view, (key, live, value))
+            if not torch.equal(value.contiguous().view(torch.uint8), others.contiguous().view(torch.uint8)):
+                self._report(key).problems.append(
+                    f"{key}: here it is one tensor with {other}, and they were saved with different values; {mend}."
+                )
+        views = sharing_memory([live for _, live, _ in first.values()])
+        keys = [key for key, live, _ in first.values() if id(live) in views]
+        for key in keys:
+            self._report(key).problems.append(f"{key}: its memory overlaps that of others of {keys}; {mend}.")
 
     def _compare_keys(self, storage: Storage, options: LoadOptions, others: set[str]) -> None:
         missing: dict[str, list[str]] = {key: [] for key in self.states}

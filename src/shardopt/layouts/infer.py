@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -55,6 +56,12 @@ def infer(tracked: Tracked, entry: str, value: Any, *, elementwise: bool) -> Lay
     """
     if isinstance(value, DTensor):
         return _infer_dtensor(tracked, entry, value)
+    if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_quantized or value.is_meta):
+        kind = "quantized" if value.is_quantized else "meta" if value.is_meta else str(value.layout)
+        raise PlacementError(
+            f"{tracked.fqn}: state {entry!r} is a {kind} tensor of shape {tuple(value.shape)}, whose bytes have no "
+            "known place; keep dense tensors in state."
+        )
     if isinstance(value, Tensor):
         return _infer_tensor(tracked, entry, value, elementwise)
     if not _holds_tensor(value):

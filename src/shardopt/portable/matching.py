@@ -51,7 +51,8 @@ def match_names(tracked: Mapping[str, Tracked], manifest: Manifest) -> Match:
             saved_as[fqn] = found[0]
     used = set(saved_as.values())
     rest = [fqn for fqn in manifest.parameters if fqn not in used]
-    merged = {fqn: live_name_of[fqn] for fqn in rest if fqn in live_name_of}
+    names_of = {fqn: (fqn, *manifest.parameters[fqn].aliases) for fqn in rest}
+    merged = {fqn: live_name_of[n] for fqn, names in names_of.items() for n in reversed(names) if n in live_name_of}
     return Match(
         saved_as=saved_as,
         missing=tuple(sorted(fqn for fqn in tracked if fqn not in saved_as)),

@@ -17,7 +17,7 @@ def check_options(mode: str, vote_timeout_s: float, plain: str) -> None:
         raise ValueError(f"plain={plain!r} is unknown; expected one of {', '.join(map(repr, _PLAIN))}.")
     if mode not in _MODES:
         raise ValueError(f"consensus={mode!r} is unknown; expected one of {', '.join(map(repr, _MODES))}.")
-    if not vote_timeout_s > 0:
+    if isinstance(vote_timeout_s, bool) or not isinstance(vote_timeout_s, (int, float)) or not vote_timeout_s > 0:
         raise ValueError(f"vote_timeout={vote_timeout_s!r} must be a positive number of seconds.")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ _DEFAULT_TIMEOUT_S = 600.0
 
 
 def construct(
-    inners: Sequence[torch.optim.Optimizer],
-    models: Sequence[nn.Module],
+    optimizer: Any,
+    model: Any,
     wrapper: type,
     *,
     compute: str,
@@ -42,6 +42,8 @@ def construct(
         RankFailureError: that is so on another rank, or ranks wrap different things; what differs is listed.
     """
     failure: BaseException | None = None
+    inners: list[Any] = []
+    models: list[nn.Module] = []
     parts: list[Part] = []
     tracked: list[Tracked] = []
     timeout_s = vote_timeout_s
@@ -50,7 +52,9 @@ def construct(
     except (ValueError, TypeError) as error:
         failure, timeout_s = error, _DEFAULT_TIMEOUT_S
     try:
-        parts = [make_part(inner, compute) for inner in checked(list(inners), wrapper)]
+        inners = _listed(optimizer, torch.optim.Optimizer, "optimizer")
+        models = _listed(model, nn.Module, "model")
+        parts = [make_part(inner, compute) for inner in checked(inners, wrapper)]
         tracked = track_all(inners, models)
     except BaseException as error:
         failure = failure or error
@@ -70,6 +74,20 @@ def construct(
     _vote(scope, failure, held)
     inventory.add(tracked)
     return inventory, Consensus(mode, scope)
+
+
+def _listed(given: Any, kind: type, name: str) -> list[Any]:
+    """One or several, as a list; the optimizers themselves are looked at where they are wrapped."""
+    if isinstance(given, kind):
+        return [given]
+    listed = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, Mapping)) else [given]
+    wrong = [one for one in listed if not isinstance(one, nn.Module)] if kind is nn.Module else []
+    if wrong:
+        raise TypeError(
+            f"{name}: expected a torch.nn.Module or a list of them, got a {type(wrong[0]).__name__}; the order is "
+            "ShardedStateOptimizer(optimizer, model)."
+        )
+    return listed
 
 
 def _vote(scope: Scope, failure: BaseException | None, held: Mapping[str, str]) -> None:

@@ -29,6 +29,6 @@ def find_overflow(gradients: Sequence[Tensor], inverse: Tensor) -> dict[torch.de
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     found: dict[torch.device, Tensor] = {}
     for (device, _), some in alike.items():
-        verdict = found.setdefault(device, torch.zeros((), device=device))
+        verdict = found.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         unscale_in_place(some, inverse.to(device), verdict)
     return found

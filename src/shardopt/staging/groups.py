@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from shardopt.portable.encode import equal
 from shardopt.staging.filling import sharing_memory
@@ -54,13 +55,16 @@ class GroupPlan:
     def values_after(self) -> dict[str, Any]:
         """The group's values as they will be."""
         saved_of = {id(live): saved for live, saved in self.fill}
-        after: dict[str, Any] = {}
-        for key, value in {**self.group, **self.assign}.items():
-            if type(value) in (tuple, list):
-                after[key] = type(value)(saved_of.get(id(item), item) for item in value)
-            else:
-                after[key] = saved_of.get(id(value), value)
-        return after
+
+        def after(value: Any) -> Any:
+            if isinstance(value, (tuple, list)):
+                items = [after(item) for item in value]
+                return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            return saved_of.get(id(value), value)
+
+        # Members by identity: they are no values.
+        values = {**self.group, **self.assign}
+        return {key: value if key in NOT_VALUES else after(value) for key, value in values.items()}
 
 
 def plan_groups(
@@ -146,7 +150,7 @@ def _refuse_shared(plans: Sequence[GroupPlan], report: Report) -> None:
 
 def _key_of(plan: GroupPlan, live: Tensor) -> str:
     for key, held in plan.group.items():
-        if held is live or (isinstance(held, (tuple, list)) and any(item is live for item in held)):
+        if key not in NOT_VALUES and any(item is live for item in tree_leaves(held)):
             return key
     raise AssertionError("a tensor that is filled is in its group")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -37,7 +37,7 @@ class LoadOptions:
         cls,
         *,
         strict: bool,
-        fresh: Sequence[str],
+        fresh: Iterable[str],
         hyperparameters: str | Mapping[str, Any],
         dtype: str,
         finite: str,
@@ -50,21 +50,26 @@ class LoadOptions:
         """
         if not isinstance(strict, bool):
             raise TypeError(f"strict={strict!r} must be True or False.")
-        if isinstance(fresh, str) or not all(isinstance(pattern, str) for pattern in fresh):
+        # Once: a generator is empty after a look at it.
+        patterns = () if isinstance(fresh, str) else tuple(fresh)
+        if isinstance(fresh, str) or not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"fresh={fresh!r} must be a list of patterns, like ['head.*'].")
         if not isinstance(hyperparameters, Mapping):
             _one_of("hyperparameters", hyperparameters, ("checkpoint", "keep"), " or a dict of values")
+        elif not all(isinstance(key, str) for key in hyperparameters):
+            raise TypeError(f"hyperparameters={hyperparameters!r}: the keys of a group are strings.")
         elif set(hyperparameters) & {"params", "param_names"}:
             raise ValueError("hyperparameters cannot set 'params': a load does not move parameters between groups.")
         _one_of("dtype", dtype, ("same", "live"))
         _one_of("finite", finite, ("error", "report"))
-        return cls(strict, tuple(fresh), hyperparameters, dtype, finite)
+        return cls(strict, patterns, hyperparameters, dtype, finite)
 
     def spelled(self) -> str:
         """The options as text that is equal on two ranks if they are, tensors to the last bit."""
         given = self.hyperparameters
         values = given if isinstance(given, str) else [(key, _spelled(given[key])) for key in sorted(given)]
-        return repr((self.strict, self.fresh, values, self.dtype, self.finite))
+        # A set is in another order on each rank.
+        return repr((self.strict, sorted(self.fresh), values, self.dtype, self.finite))
 
     def is_fresh(self, name: Name) -> bool:
         """Whether the parameter starts anew: by any of its names, if it is tied."""

@@ -21,6 +21,7 @@ from shardopt.portable.scratch import Scratch
 from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
 from shardopt.presentation.inventory import Inventory
+from shardopt.presentation.presentation import qualified_name
 from shardopt.staging.finite import find_non_finite_in
 from shardopt.staging.options import LoadOptions
 from shardopt.staging.report import Report
@@ -118,9 +119,11 @@ def _plan_entries(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, s
 
 
 def _refuse_incomplete(tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
-    # Our own manifest says what was there; of a checkpoint that is not ours, the optimizer's class knows what must be.
+    # Of its own class the manifest says what was there. Of a checkpoint that is not ours, and of a class that was
+    # declared to be like it, the optimizer's class knows what must be.
     saved = source.record(tracked)
-    if source.manifest.optimizers[saved.optimizer].class_name:
+    own_class = qualified_name(inventory.part_of(tracked).inner)
+    if source.manifest.optimizers[saved.optimizer].class_name == own_class:
         return
     known = inventory.known_entries(tracked, inventory.groups()[tracked.group]) or ()
     lost = [name for name in (*known, *inventory.known_scalars(tracked)) if name not in saved.entries]

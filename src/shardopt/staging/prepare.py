@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from shardopt.collector import paused_collector
 from shardopt.errors import FormatError, PlacementError
@@ -26,7 +27,7 @@ from shardopt.portable.manifest_reader import read_manifest
 from shardopt.portable.matching import Match, match_names
 from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.presentation import qualified_name
-from shardopt.staging.filling import sharing_memory
+from shardopt.staging.filling import overlapping, sharing_memory
 from shardopt.staging.groups import NOT_VALUES, GroupPlan, SavedGroup, plan_groups
 from shardopt.staging.options import EXACT, LoadOptions
 from shardopt.staging.parameters import TAKEN_OVER, ParameterPlan, bytes_of, plan_fresh, plan_parameter
@@ -118,26 +119,30 @@ def _shared_memory(inventory: Inventory, report: Report) -> frozenset[int]:
 
     State that shares memory with a parameter is a problem: loading it would change the model.
     """
-    params = [tracked.local for tracked in inventory.tracked]
-    held: list[tuple[str, Tensor]] = []
+    # Those of the whole model: not all of them are the optimizer's.
+    params = {id(param): param for model in inventory.models for param in model.parameters()}
+    params |= {id(tracked.param): tracked.param for tracked in inventory.tracked}
+    shards = [local_shard(param) if isinstance(param, DTensor) else param for param in params.values()]
+    held: dict[int, tuple[str, Tensor]] = {}
+    state: list[Tensor] = []
     for tracked in inventory.tracked:
         for name, value in (inventory.state_of(tracked) or {}).items():
             if isinstance(value, Tensor):
-                held.append((state_key(tracked.fqn, name), local_shard(value) if isinstance(value, DTensor) else value))
-    in_groups = [value for group in inventory.groups() for value in group.values() if isinstance(value, Tensor)]
-    state = [value for _, value in held]
+                state.append(local_shard(value) if isinstance(value, DTensor) else value)
+                held[id(state[-1])] = state_key(tracked.fqn, name), state[-1]
+    in_groups = {
+        id(value): (f"group {index}: {key!r}", value)
+        for index, group in enumerate(inventory.groups())
+        for key, held_there in group.items()
+        if key not in NOT_VALUES
+        for value in tree_leaves(held_there)
+        if isinstance(value, Tensor)
+    }
+    for found in overlapping([value for _, value in (*held.values(), *in_groups.values())], shards):
+        key, _ = held.get(found) or in_groups[found]
+        report.problems.append(f"{key} shares memory with a parameter, and a load must not change those; keep a copy.")
     # An object in several groups is not state that is shared.
-    found = sharing_memory([*params, *state, *{id(value): value for value in in_groups}.values()])
-    if not found:
-        return frozenset()
-    # Weights that share memory with each other are no concern of a load.
-    alone = sharing_memory(params)
-    for key, value in held:
-        if id(value) in found and sharing_memory([*params, value]) - alone:
-            report.problems.append(
-                f"{key} shares memory with a parameter, and a load must not change those; keep a copy in state."
-            )
-    return frozenset(found)
+    return frozenset(sharing_memory([*state, *(value for _, value in in_groups.values())]))
 
 
 def _try_given(inventory: Inventory, groups: Sequence[GroupPlan], given: Mapping[str, Any], report: Report) -> None:
@@ -328,5 +333,10 @@ def _likely_class(inventory: Inventory, manifest: Manifest, tracked: Tracked, sa
     own = defaults_of(type(inner)).keys()
     others = [known for known in like if not defaults_of(known).keys() <= own]
     if type(inner) in like and not others:
-        return ""
+        # Adam and AdamW are one class but for this.
+        flag = "decoupled_weight_decay"
+        saved_flag = manifest.groups[saved.group].values.get(flag)
+        if saved_flag is None or saved_flag == inventory.groups()[tracked.group].get(flag):
+            return ""
+        return qualified(torch.optim.AdamW if saved_flag else torch.optim.Adam)
     return " or ".join(map(qualified, others or like))

@@ -30,7 +30,12 @@ def agree(
     """
     if failure is None and plan is not None and plan.report.problems:
         failure = LoadError(plan.report.summary(), plan.report.problems)
-    said = options.spelled() if options is not None else ""
+    said = ""
+    try:
+        said = options.spelled() if options is not None else ""
+    except Exception as error:
+        # Of a given value that cannot be spelled: everybody's error too.
+        failure = failure or error
     digest = b"" if plan is None else hashlib.blake2b(plan.digest + said.encode(), digest_size=16).digest()
     if voting:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Any
 
@@ -28,6 +29,32 @@ class _Fact(IntFlag):
 
     OVERFLOW = 1
     NO_OVERFLOW = 2
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A step as far as it has come.
+
+    Attributes:
+        args: of the step, as hooks get and replace them; ``kwargs`` too.
+        amp: what GradScaler has left for it.
+        closure: as hooks have left it.
+        calls_itself: whether the wrapped optimizer calls the closure.
+        loss: what the closure returned.
+        ready: what each presentation's preflight found.
+        facts: for the vote.
+        unscaled: whether gradients were multiplied with the inverse scale.
+    """
+
+    args: tuple[Any, ...]
+    amp: dict[str, Tensor]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    closure: Closure | None = None
+    calls_itself: bool = False
+    loss: Any = None
+    ready: list[Ready] = field(default_factory=list)
+    facts: _Fact = field(default_factory=lambda: _Fact(0))
+    unscaled: bool = False
 
 
 class Stepping:
@@ -57,45 +84,60 @@ class Stepping:
         Raises:
             RankFailureError: another rank has failed, or ranks differ; nothing was written.
         """
-        args: tuple[Any, ...] = (outer,) if closure is None else (outer, closure)
-        kwargs: dict[str, Any] = {}
-        loss: Any = None
-        ready: list[Ready] = []
-        facts = _Fact(0)
-        failure: BaseException | None = None
         presentations = [part.presentation for part in self._inventory.parts]
-        calls_itself = False
+        attempt = _Attempt((outer,) if closure is None else (outer, closure), amp)
+        failure: BaseException | None = None
         try:
-            self._poison.check()
-            args, kwargs = run_wrapper_pre_hooks(outer, args, kwargs)
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            calls_itself = self._inner_calls(closure)
-            for one in presentations:
-                run_pre_hooks(one.inner, closure)
-            if closure is not None and not calls_itself:
-                with torch.enable_grad():
-                    loss = closure()
-            ready = [one.preflight() for one in presentations]
-            facts = self._overflow(presentations, amp)
+            self._get_ready(outer, presentations, attempt)
         except BaseException as error:
             failure = error
-        unaligned = "\n".join(name for one in ready for name in one.unaligned.values())
-        agreed = self._consensus.vote("step", failure, every_step=True, digest=unaligned.encode(), facts=facts)
-        if self._skips(_Fact(agreed) | facts):
-            return loss
-        self.presence.look()
+        unaligned = "\n".join(name for one in attempt.ready for name in one.unaligned.values())
+        facts = attempt.facts
+        try:
+            agreed = self._consensus.vote("step", failure, every_step=True, digest=unaligned.encode(), facts=facts)
+            if self._skips(_Fact(agreed) | facts):
+                return attempt.loss
+            self.presence.look()
+        except BaseException:
+            # Who tries again with these gradients must not divide them by the scale twice.
+            if attempt.unscaled:
+                _multiply(presentations, amp["grad_scale"])
+            raise
         self._note_change()
         try:
-            self._unscale(presentations, amp)
-            for one, found in zip(presentations, ready, strict=True):
-                result = one.step(found, closure if calls_itself else None, amp if one.unscales_itself else {})
-                loss = result if calls_itself else loss
-                run_post_hooks(one.inner, closure)
-            run_wrapper_post_hooks(outer, args, kwargs)
+            self._update(presentations, attempt)
+            run_wrapper_post_hooks(outer, attempt.args, attempt.kwargs)
         except BaseException as error:
             self._poison.set("step", error)
             raise
-        return loss
+        return attempt.loss
+
+    def _get_ready(self, outer: torch.optim.Optimizer, presentations: list[Presentation], attempt: _Attempt) -> None:
+        """Everything that can fail before the first write; what came of it is in ``attempt`` as far as it went."""
+        self._poison.check()
+        attempt.facts = self._overflow(presentations, attempt.amp)
+        if "grad_scale" in attempt.amp and not all(one.unscales_itself for one in presentations):
+            # Before hooks, which see from GradScaler what the update will see.
+            attempt.unscaled = True
+            _multiply(presentations, attempt.amp["grad_scale"].double().reciprocal().float())
+        attempt.args, attempt.kwargs = run_wrapper_pre_hooks(outer, attempt.args, attempt.kwargs)
+        args = attempt.args
+        attempt.closure = args[1] if len(args) > 1 else attempt.kwargs.get("closure")
+        attempt.calls_itself = self._inner_calls(attempt.closure)
+        for one in presentations:
+            run_pre_hooks(one.inner, attempt.closure)
+        if attempt.closure is not None and not attempt.calls_itself:
+            with torch.enable_grad():
+                attempt.loss = attempt.closure()
+        for one in presentations:
+            attempt.ready.append(one.preflight())
+
+    def _update(self, presentations: list[Presentation], attempt: _Attempt) -> None:
+        for one, found in zip(presentations, attempt.ready, strict=True):
+            closure = attempt.closure if attempt.calls_itself else None
+            result = one.step(found, closure, attempt.amp if one.unscales_itself else {})
+            attempt.loss = result if attempt.calls_itself else attempt.loss
+            run_post_hooks(one.inner, attempt.closure)
 
     def unscale(self, inverse: Tensor, *, half: bool) -> dict[torch.device, Tensor]:
         """Collective. Unscales all gradients here and agrees on an overflow; see the wrapper's method."""
@@ -120,7 +162,7 @@ class Stepping:
                 find_overflow([gradient for _, gradient in named], inverse.double().reciprocal().float())
             raise
         devices = {*found, *(tracked.local.device for tracked in self._inventory.tracked)}
-        return {device: torch.full((), float(agreed), device=device) for device in devices}
+        return {device: torch.full((), float(agreed), dtype=torch.float32, device=device) for device in devices}
 
     def _inner_calls(self, closure: Closure | None) -> bool:
         """Whether the wrapped optimizer calls the closure; element-wise ones get its gradients."""
@@ -161,13 +203,12 @@ class Stepping:
             )
         return _Fact.OVERFLOW in facts
 
-    def _unscale(self, presentations: list[Presentation], amp: dict[str, Tensor]) -> None:
-        if "grad_scale" not in amp:
-            return
-        inverse = amp["grad_scale"].double().reciprocal().float()
-        for one in presentations:
-            if not one.unscales_itself:
-                find_overflow([gradient for _, gradient in one.local_gradients()], inverse)
+
+def _multiply(presentations: Sequence[Presentation], factor: Tensor) -> None:
+    """Multiplies the gradients of the optimizers that do not unscale by themselves, in place."""
+    for one in presentations:
+        if not one.unscales_itself:
+            find_overflow([gradient for _, gradient in one.local_gradients()], factor)
 
 
 def _refuse_half(gradients: Sequence[tuple[str, Tensor]]) -> None:

@@ -67,6 +67,8 @@ def why_unlike(given: Any, live: Any) -> str | None:
     """Why a given value cannot stand where the live one does, in words; None when it can."""
     if is_nan(given):
         return f"is {given!r}"
+    if isinstance(given, Tensor) and given.dtype == torch.bool and not (isinstance(live, Tensor) or live is None):
+        return f"is a tensor of bool, where {live!r} is"
     if live is None:
         return None
     if _is_number(live) or isinstance(live, Tensor):

@@ -313,3 +313,32 @@ def test_two_optimizers_are_loaded_or_none(tmp_path: Path) -> None:
         state["second"].state[state["model"].head.weight]["momentum_buffer"],
     )
     assert other["model"].body.bias not in other["first"].state
+
+
+def test_tied_weights_need_one_value(tmp_path: Path) -> None:
+    def model(*, tied: bool, value: float = 1.0) -> nn.ModuleDict:
+        made = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"})
+        for index, layer in enumerate(made.values()):
+            nn.init.constant_(layer.weight, value + index)
+        if tied:
+            made["b"].weight = made["a"].weight
+        return made
+
+    shardopt.save({"model": model(tied=False)}, tmp_path / "untied")
+    shardopt.save({"model": model(tied=True, value=3.0)}, tmp_path / "tied")
+    live = model(tied=True)
+    with pytest.raises(
+        LoadError, match=r"model\.b\.weight: here it is one tensor with model\.a\.weight, and they were"
+    ):
+        shardopt.load({"model": live}, tmp_path / "untied")
+    assert live["a"].weight.unique().tolist() == [1.0]
+    shardopt.load({"model": live}, tmp_path / "tied")
+    assert live["a"].weight.unique().tolist() == [3.0]
+
+
+def test_views_of_one_memory_are_refused(tmp_path: Path) -> None:
+    shardopt.save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path / "saved")
+    memory = torch.zeros(4)
+    with pytest.raises(LoadError, match=r"a: its memory overlaps that of others of \['a', 'b'\]"):
+        shardopt.load({"a": memory[:3], "b": memory[1:]}, tmp_path / "saved")
+    assert memory.tolist() == [0.0] * 4

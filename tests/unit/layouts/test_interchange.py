@@ -74,3 +74,15 @@ def test_declarations_add_up() -> None:
 def test_what_is_no_class_cannot_be_declared(classes: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         declare_interchangeable(*classes)
+
+
+def test_declared_classes_must_have_what_the_other_needs(tmp_path: Path) -> None:
+    saved(tmp_path, made(torch.optim.SGD, steps=1))
+    declare_interchangeable(torch.optim.SGD, torch.optim.Adam)
+    optimizer, model = made(torch.optim.SGD)
+    optimizer.param_groups[0]["momentum"] = 0.5
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    saved(tmp_path / "momentum", (optimizer, model))
+    refused(made(torch.optim.Adam), tmp_path / "momentum", "but not ['exp_avg', 'exp_avg_sq', 'step']")
