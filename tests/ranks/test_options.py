@@ -104,6 +104,63 @@ def load_with_a_bad_option_on_one_rank(root: str) -> str:
     return type(refused.value).__name__ + str(refused.value.__cause__ or refused.value)
 
 
+BAD: dict[str, dict[str, Any]] = {
+    "keys": {"hyperparameters": {1: 2, "lr": 3}},
+    "no text": {"hyperparameters": {"lr": torch.ones(2).to_sparse()}},
+    "meta": {"hyperparameters": {"lr": torch.ones((), device="meta")}},
+    "fresh": {"fresh": 3},
+}
+
+
+def load_with_what_cannot_be_compared(root: str, case: str) -> tuple[str, str]:
+    optimizer, _ = made(torch.optim.AdamW, {}, 1)
+    dcp.save({"optim": optimizer}, checkpoint_id=root)
+    options = BAD[case] if dist.get_rank() == 0 else {}
+    with pytest.raises(Exception, match=".") as refused:
+        optimizer.prepare_load(root, **options)
+    optimizer.prepare_load(root).commit()
+    return type(refused.value).__name__, str(refused.value)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_an_option_that_has_no_text_is_an_error_on_both(case: str, ranks: RankPool, tmp_path: Path) -> None:
+    (kind, _), (other, text) = ranks.run(2, load_with_what_cannot_be_compared, str(tmp_path), case, deadline_s=25.0)
+    assert kind != "AssertionError"
+    assert other == "RankFailureError"
+    assert text.startswith("prepare_load failed on rank 0: ")
+
+
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "no optimizer": (None, ..., "TypeError: expected a torch.optim.Optimizer, got NoneType"),
+    "no model": (..., None, "TypeError: model: expected a torch.nn.Module or a list of them, got a NoneType"),
+    "swapped": ("model", "optimizer", "TypeError: model: expected a torch.nn.Module"),
+    "parameters": (
+        ...,
+        "parameters",
+        "TypeError: model: expected a torch.nn.Module or a list of them, got a DTensor",
+    ),
+}
+
+
+def construct_wrongly(case: str) -> str:
+    model = build("fsdp", SHAPE)
+    inner = torch.optim.AdamW(model.parameters())
+    things: dict[Any, Any] = {"model": model, "optimizer": inner, "parameters": list(model.parameters()), None: None}
+    optimizer, modules, _ = WRONG[case]
+    given = (things.get(optimizer, inner), things.get(modules, model)) if dist.get_rank() == 0 else (inner, model)
+    with pytest.raises(Exception, match=".") as refused:
+        ShardedStateOptimizer(*given, vote_timeout=20.0)
+    ShardedStateOptimizer(inner, model, vote_timeout=20.0).state_dict()
+    return f"{type(refused.value).__name__}: {refused.value}"
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_kind_of_argument_on_one_rank_is_an_error_on_both(case: str, ranks: RankPool) -> None:
+    first, second = ranks.run(2, construct_wrongly, case, deadline_s=25.0)
+    assert WRONG[case][2] in first
+    assert second.startswith(f"RankFailureError: construct failed on rank 0: {WRONG[case][2]}")
+
+
 def test_a_bad_option_on_one_rank_is_an_error_on_both(ranks: RankPool, tmp_path: Path) -> None:
     for text in ranks.run(2, load_with_a_bad_option_on_one_rank, str(tmp_path), deadline_s=25.0):
         assert text.startswith("RankFailureError")

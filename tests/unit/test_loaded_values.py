@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardopt import ShardedStateOptimizer
+from shardopt import PlacementError, ShardedStateOptimizer
 from tests.support.rules import state
 from tests.unit.test_load_options import Made, model_of, refused, saved, wrapped
 
@@ -96,3 +96,28 @@ def test_live_state_that_lacks_a_needed_entry_is_seen_beside_a_group_that_brings
     # Of the second parameter something else is missing already, which is no reason to look away.
     del live[0].state[live[1]["b"].weight]["exp_avg"]
     refused(live, tmp_path, "b.weight: it keeps its live state, which lacks ['max_exp_avg_sq']", strict=False)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind"),
+    [
+        (lambda value: value.to_sparse(), "torch.sparse_coo"),
+        (lambda value: value.to("meta"), "meta"),
+    ],
+    ids=["sparse", "meta"],
+)
+def test_state_whose_bytes_have_no_place_is_refused_at_the_save_by_name(spoil: Any, kind: str) -> None:
+    optimizer, model = wrapped(model_of("a"), steps=1)
+    entries = optimizer.state[model["a"].weight]
+    entries["exp_avg"] = spoil(entries["exp_avg"])
+    with pytest.raises(PlacementError, match=f"a.weight: state 'exp_avg' is a {kind} tensor of shape"):
+        optimizer.state_dict()
+
+
+def test_sparse_live_state_is_replaced_by_a_load(tmp_path: Path) -> None:
+    optimizer, model = saved(tmp_path, wrapped(model_of("a"), steps=2))
+    other, live = wrapped(model_of("a"), steps=1)
+    entries = other.state[live["a"].weight]
+    entries["exp_avg"] = entries["exp_avg"].to_sparse()
+    other.prepare_load(tmp_path).commit()
+    assert state(other, live) == state(optimizer, model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,21 +78,27 @@ def _tracked(places: Sequence[tuple[Name, Tensor, int, int]]) -> list[Tracked]:
     return tracked
 
 
-def join(inners: Sequence[Any], models: Sequence[nn.Module], vote_timeout_s: float) -> Scope:
+def join(optimizer: Any, model: Any, vote_timeout_s: float) -> Scope:
     """Collective. The scope of the ranks that hold the parameters; this rank alone when none is sharded.
 
-    Needs no more than the parameters, so that a rank where anything else is wrong can still tell the others.
+    Looks for them in whatever it was given, so that a rank where that is wrong can still tell the others.
     """
-    params = [
-        param
-        for inner in inners
-        if isinstance(inner, torch.optim.Optimizer)
-        for group in inner.param_groups
-        for param in group["params"]
-    ] or [param for model in models if isinstance(model, nn.Module) for param in model.parameters()]
+    params = list(_params_in(optimizer)) or list(_params_in(model))
     if not any(isinstance(param, DTensor) for param in params):
         return Scope.single()
     return Scope.over(ranks_of(params), timeout_s=vote_timeout_s, name="ShardedStateOptimizer")
+
+
+def _params_in(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, torch.optim.Optimizer):
+        yield from (param for group in given.param_groups for param in group["params"])
+    elif isinstance(given, nn.Module):
+        yield from given.parameters()
+    elif isinstance(given, (list, tuple)):
+        for one in given:
+            yield from _params_in(one)
 
 
 def track_group(

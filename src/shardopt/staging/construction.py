@@ -59,7 +59,7 @@ def construct(
     except BaseException as error:
         failure = failure or error
     try:
-        scope = join(inners, models, timeout_s)
+        scope = join(inners or optimizer, models or model, timeout_s)
     except Exception as error:
         # What has gone wrong before is what the user has to mend first.
         raise failure or error from (error if failure else None)
