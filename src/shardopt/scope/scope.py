@@ -141,7 +141,7 @@ class Scope:
         except dist.DistNetworkError as lost:
             raise _lost(operation, self.rank) from (cause or lost)
         if not verdict.ok:
-            raise verdict.error(operation, self.rank) from cause
+            raise verdict.error(operation) from cause
         return verdict.facts
 
     def _leave(self, record: Record, ballot: Ballot) -> None:
@@ -171,7 +171,7 @@ class Scope:
                 parcel.withdraw(payload)
         except (dist.DistNetworkError, TimeoutError) as error:
             raise _lost(operation, self.rank) from error
-        raise verdict.error(operation, self.rank)
+        raise verdict.error(operation)
 
     def gather(self, operation: str, payload: bytes, *, problem: BaseException | None = None) -> list[bytes]:
         """Collective: a vote and, when it goes well, every rank's payload for the first rank, in rank order.
@@ -258,7 +258,7 @@ def _decide_alone(record: Record, problem: BaseException | str | None, rank: int
         return record.facts
     if isinstance(problem, BaseException):
         raise problem
-    raise judge([rank], [record]).error(record.operation, rank)
+    raise judge([rank], [record]).error(record.operation)
 
 
 def _lost(operation: str, rank: int) -> RankFailureError:

@@ -67,11 +67,11 @@ class Verdict(NamedTuple):
             operations={operation: tuple(ranks) for operation, ranks in read["operations"].items()},
         )
 
-    def error(self, operation: str, rank: int) -> RankFailureError:
+    def error(self, operation: str) -> RankFailureError:
         """The error every rank raises; ``operation`` is what this rank was doing."""
         calls = {rank: f"called {called!r}" for called, ranks in self.operations.items() for rank in ranks}
         return RankFailureError(
-            "; ".join([*self._sentences(operation), *([_LATE] if rank in self.missing else [])]),
+            "; ".join(self._sentences(operation)),
             operation=operation,
             failures=dict(sorted({**calls, **self.failures}.items())),
             missing=self.missing,
@@ -88,7 +88,8 @@ class Verdict(NamedTuple):
         if self.missing:
             said.append(
                 f"{operation}: {say_ranks(self.missing)} did not arrive within {self.waited_s:g} s: "
-                "stopped, dead, or not in this operation (a longer vote_timeout helps only if merely slow)"
+                "stopped, dead, or not in this operation (a longer vote_timeout helps only if merely slow; a rank that "
+                "has left an operation out stays behind in every vote from then on: restart the job)"
             )
         if self.operations:
             calls = ", ".join(f"{say_ranks(ranks)} called {called!r}" for called, ranks in self.operations.items())
@@ -97,12 +98,6 @@ class Verdict(NamedTuple):
             groups = ", ".join(f"{say_ranks(ranks)} {digest or '(none)'}" for digest, ranks in self.disagree.items())
             said.append(f"{operation}: ranks disagree, by digest: {groups}")
         return said
-
-
-_LATE = (
-    "this rank came after the others had given up. If it had left an operation out that they took part in, it is "
-    "behind them in every vote from now on: restart the job"
-)
 
 
 def all_well(facts: int) -> str:
