@@ -105,7 +105,7 @@ class Targets:
             live, value = one.tracked.local, one.handle.scratch[0].tensor()
             view = (live.data_ptr(), live.shape, live.stride(), live.dtype) if live.numel() else (key,)
             other, _, others = first.setdefault(view, (key, live, value))
-            if not torch.equal(value.contiguous().view(torch.uint8), others.contiguous().view(torch.uint8)):
+            if other != key and not torch.equal(_bytes(value), _bytes(others)):
                 self._report(key).problems.append(
                     f"{key}: here it is one tensor with {other}, and they were saved with different values; {mend}."
                 )
@@ -234,6 +234,10 @@ def _misfit(tracked: Tracked, entry: TensorStorageMetadata, options: LoadOptions
     if saved != live and not (options.dtype == "live" and saved.is_floating_point and live.is_floating_point):
         return f"saved as {saved}, here it is {live}; dtype='live' converts floating-point values"
     return None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _incomplete(one: _Tensor) -> bool:
