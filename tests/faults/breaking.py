@@ -166,6 +166,7 @@ _SLOTS: dict[tuple[str, str], Callable[[Stage, Act], None]] = {
 _HOOKS: dict[tuple[str, str], Callable[[Stage], Callable[[Callable[..., None]], Any]]] = {
     ("step", "wrapper's pre-hook"): lambda stage: stage.optimizer.register_step_pre_hook,
     ("step", "inner pre-hook"): lambda stage: stage.inner.register_step_pre_hook,
+    ("scaled step", "pre-hook"): lambda stage: stage.inner.register_step_pre_hook,
     ("step", "post-hook"): lambda stage: stage.inner.register_step_post_hook,
     ("state_dict", "pre-hook"): lambda stage: stage.optimizer.register_state_dict_pre_hook,
     ("state_dict", "post-hook"): lambda stage: stage.optimizer.register_state_dict_post_hook,

@@ -69,9 +69,9 @@ def _of_its_own(point: Point, seen: Seen) -> Iterator[str]:
 
 
 def _effects(point: Point, cell: Cell, seen: Seen) -> Iterator[str]:
-    # torch reads a model into its own memory before anybody is asked; a scaler divides gradients, and skips afterwards.
-    torchs = {"dcp.load": "parameter.", "scaled step": "gradient."}.get(cell.operation)
-    changes = [change for change in seen.changes if torchs is None or not change.startswith(torchs)]
+    # torch reads a model into its own memory before anybody is asked; who skips a step has divided gradients.
+    meant = "parameter." if cell.operation == "dcp.load" else "gradient." if point.own == "skip" else None
+    changes = [change for change in seen.changes if meant is None or not change.startswith(meant)]
     if changes and not point.half_written and point.own != "agree":
         yield f"changed: {changes[:3]}"
     if cell.kind == KILLED:

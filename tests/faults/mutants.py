@@ -38,7 +38,7 @@ HARMLESS: Mapping[str, str] = {
 
 # Where a mutant is most likely to be noticed; the other operations follow.
 _LIKELY: Mapping[str, tuple[str, ...]] = {
-    "staging/stepping.py": ("step", "unscale", "scaled step"),
+    "staging/stepping.py": ("step", "scaled step", "unscale"),
     "staging/presence.py": ("first step",),
     "staging/poison.py": ("step", "commit", "load"),
     "staging/offer.py": ("state_dict", "prepare_load"),

@@ -60,6 +60,7 @@ _VALUES = _only("raises", DIFFERS, why=_OWN_VALUE)
 _ALL: Mapping[str, str] = {}
 _DIFFERENCE = _only(DIFFERS, why="it is a difference, not a failure")
 _ONE = {DIFFERS: _ONE_RANK}
+_AS_STEP = {kind: "the others wait as in `step`" for kind in (KILLED, STOPPED)}
 _AS_SAVE = {kind: "the others wait as in `save`" for kind in (KILLED, STOPPED)}
 _SIGNALS = {kind: "the others wait as in `prepare_load`" for kind in (KILLED, STOPPED)}
 
@@ -130,6 +131,7 @@ POINTS: tuple[Point, ...] = (
     _at("first step", "missing", "", _DIFFERENCE, "a gradient that is missing", own="agree"),
     _at("unscale", "gradients", "unscale", _FAILS, "looking through the gradients"),
     _at("unscale", "half", "unscale", _VALUE, "a float16 gradient"),
+    _at("scaled step", "pre-hook", "step", _FAILS | _AS_STEP, "a hook of the wrapped optimizer, on unscaled gradients"),
     _at("scaled step", "overflow", "", _DIFFERENCE, "a gradient that has overflowed", own="skip"),
     _at("state_dict", "pre-hook", "state_dict", _ALL, "`register_state_dict_pre_hook`; or a group has another value"),
     _at("state_dict", "export", "state_dict", _FAILS, "describing the state", "pre-hook"),
