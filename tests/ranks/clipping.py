@@ -101,7 +101,9 @@ def topology_job(name: str, max_norm: float, order: float) -> dict[str, Any]:
 
 def strided_part(param: DTensor, full: Tensor) -> Tensor:
     """This rank's part of a whole tensor, found in the twin that numbers its elements: the parameter's own values."""
-    values = param.detach().full_tensor().reshape(-1)
+    # Not of a detached one: torch remembers the mesh of an earlier job of this process for it.
+    with torch.no_grad():
+        values = param.full_tensor().reshape(-1)
     local = local_tensor(param)
     index = {value: at for at, value in enumerate(values.tolist())}
     assert len(index) == len(values)
