@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_T3(damage: str, ranks: Ran
             (copied / ".metadata").unlink()
     operation = "read" if damage.startswith("cut") else "plan"
     for rank, found in enumerate(ranks.run(2, load_damaged, str(tmp_path), "bad", deadline_s=45.0)):
-        error_type, message, said = found["error"]
+        error_type, message, _ = found["error"]
         assert found["changes"] == []
         if damage.endswith("1") and rank == 0:
             assert error_type == "RankFailureError"
