@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardopt import clip_grad_norm_
+from shardopt.torch_compat import local_box
 from tests.ranks.topologies import TOPOLOGIES, Net
 from tests.support.gather import whole
 from tests.support.models import Shape, Topology, build, local_tensor, set_gradients
@@ -100,15 +101,9 @@ def topology_job(name: str, max_norm: float, order: float) -> dict[str, Any]:
 
 
 def strided_part(param: DTensor, full: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, found in the twin that numbers its elements: the parameter's own values."""
-    # Not of a detached one: torch remembers the mesh of an earlier job of this process for it.
-    with torch.no_grad():
-        values = param.full_tensor().reshape(-1)
-    local = local_tensor(param)
-    index = {value: at for at, value in enumerate(values.tolist())}
-    assert len(index) == len(values)
-    places = torch.tensor([index[value] for value in local.reshape(-1).tolist()], dtype=torch.long)
-    return full.reshape(-1)[places].reshape(local.shape)
+    """This rank's part of a whole tensor. Without a collective: torch remembers meshes of earlier jobs of the process."""
+    offset, size = local_box(param)
+    return full[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
 
 
 def missing_job(topology: Topology, patterns: int, order: float) -> list[tuple[float, float, int]]:
