@@ -101,7 +101,7 @@ def topology_job(name: str, max_norm: float, order: float) -> dict[str, Any]:
 
 
 def strided_part(param: DTensor, full: Tensor) -> Tensor:
-    """This rank's part of a whole tensor. Without a collective: torch remembers meshes of earlier jobs of the process."""
+    """This rank's part of a whole tensor; no collective, for torch remembers meshes of earlier jobs in the process."""
     offset, size = local_box(param)
     return full[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
 
