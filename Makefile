@@ -9,11 +9,12 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt scripts/make_venv.sh $(wildcard cs
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q
 export PYTHON
 
-.PHONY: help demo test lint format compat cross bench clean
+.PHONY: help demo test test-all lint format compat cross bench clean
 
 help:
 	@echo "make demo      train on 2 ranks, save, resume on 2, 4 and 1; prints a table, writes demo/loss.png"
 	@echo "make test      linters and type checker, unit tests, multi-rank tests"
+	@echo "make test-all  these, and the tests that wait for lost ranks or repeat much (minutes more)"
 	@echo "make lint      linters and type checker alone"
 	@echo "make format    let ruff and clang-format rewrite the sources"
 	@echo "make compat    the tests on another torch, TORCH=$(TORCH)"
@@ -41,6 +42,10 @@ format: .venv/.installed
 
 # Multi-rank tests own their worker processes, so they run in one pytest process.
 test: lint
+	$(call PYTEST,.venv) -n 2 tests/unit
+	$(call PYTEST,.venv) -m "not slow" tests --ignore=tests/unit
+
+test-all: lint
 	$(call PYTEST,.venv) -n 2 tests/unit
 	$(call PYTEST,.venv) tests --ignore=tests/unit
 

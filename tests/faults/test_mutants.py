@@ -32,6 +32,7 @@ def test_harmless_mutants_exist() -> None:
     assert HARMLESS.keys() <= {mutant.name for mutant in discovered()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -70,6 +70,7 @@ def signalled(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, list[Seen 
         return dict(one for job in running for one in job.result())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)  # the first of them waits for all
 @pytest.mark.parametrize(
     "cell",

@@ -35,6 +35,7 @@ def test_a_reused_stager_saves_each_call_in_a_thread_H1(ranks: RankPool, tmp_pat
     assert ranks.run(2, two_saves_with_one_stager, "fsdp", str(tmp_path), "THREAD") == [[[], [], []]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_process_saves_what_was_live_at_each_call_H1_H2(ranks: RankPool, tmp_path: Path) -> None:
     # Fresh ranks: torch's process executor starts a process beside each, of one world for good.

@@ -114,6 +114,7 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_T3(damage: str, ranks: Ran
             assert "cannot be loaded" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bad", "point", "there", "number"),
     [

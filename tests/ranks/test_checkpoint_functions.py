@@ -112,6 +112,7 @@ def test_a_load_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
 STOPS = [("write", "save: write"), ("read", "load: read")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [1])
 @pytest.mark.parametrize(("point", "operation"), STOPS)
 def test_a_rank_stopped_past_the_deadline_is_named_and_comes_back(
@@ -135,6 +136,7 @@ def test_a_rank_stopped_past_the_deadline_is_named_and_comes_back(
     assert len(saves) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [1])
 @pytest.mark.parametrize(("point", "operation"), STOPS[:1])
 def test_a_killed_rank_is_named_and_the_old_checkpoint_stays(

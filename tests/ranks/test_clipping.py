@@ -65,6 +65,7 @@ def test_topologies_of_training_runs_D4_D5(ranks: RankPool, name: str, order: fl
     check_all(ranks.run(TOPOLOGIES[name].world_size, jobs.topology_job, name, 0.5, order), order, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [2.0, INF])
 @pytest.mark.parametrize(
     ("topology", "size", "count"), [("fsdp", 2, 1), ("fsdp", 4, 1), ("hsdp", 4, 2), ("fsdp_tp", 4, 2)]

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support.parcel import pack, unpack
 from tests.support.rank_messages import (
@@ -147,6 +148,8 @@ def _serve_job(link: _Link, job: Job) -> None:
         assert message == Release(job.job), f"expected the release of job {job.job}, got {message!r}"
         if dist.is_initialized():
             dist.destroy_process_group()
+            # torch answers for an equal mesh of the next job with this one's, whose groups are gone.
+            _clear_sharding_prop_cache()
     link.send(Released(job.job))
 
 
