@@ -37,6 +37,8 @@ def test_harmless_mutants_exist() -> None:
     "name",
     [
         "staging/stepping.py Stepping.unscale: guard",
+        "staging/prepared.py PreparedLoad.commit: poison: self._committed(error)",
+        "optimizer.py ShardedStateOptimizer._prepare: handler",
     ],
 )
 def test_the_table_notices_a_mutant(name: str) -> None:

@@ -85,6 +85,7 @@ def test_the_problems_of_a_rank_are_in_its_own_error_and_the_others_name_it_E4(r
     error_type, _, said = bad["error"]
     assert error_type == "LoadError"
     assert [problem.partition(":")[0] for problem in said["problems"]] == ["model.offset", "nested.plain"]
+    assert said["cause"].startswith("RankFailureError: load: read failed on rank 1")
     assert well["changes"] == bad["changes"] == []
 
 
@@ -104,7 +105,7 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_T3(damage: str, ranks: Ran
             (copied / ".metadata").unlink()
     operation = "read" if damage.startswith("cut") else "plan"
     for rank, found in enumerate(ranks.run(2, load_damaged, str(tmp_path), "bad", deadline_s=45.0)):
-        error_type, message, _ = found["error"]
+        error_type, message, said = found["error"]
         assert found["changes"] == []
         if damage.endswith("1") and rank == 0:
             assert error_type == "RankFailureError"
@@ -112,6 +113,9 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_T3(damage: str, ranks: Ran
         else:
             assert error_type == "LoadError"
             assert "cannot be loaded" in message
+            # What the error itself has come from says more than the verdict.
+            verdict = f"RankFailureError: load: {operation} failed on rank"
+            assert said["cause"].startswith("FileNotFoundError: " if damage.startswith("no") else verdict)
 
 
 @pytest.mark.slow

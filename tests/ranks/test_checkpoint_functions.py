@@ -108,12 +108,11 @@ def test_a_load_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
             assert "an earlier load failed after it had begun to write" in found["save"][1]
 
 
-# tests/faults has a rank stopped and killed at every point; here what is left on disk.
-STOPS = [("write", "save: write"), ("read", "load: read")]
+STOPS = [("collect", "state_dict"), ("write", "save: write"), ("read", "load: read")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", [1])
+@pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize(("point", "operation"), STOPS)
 def test_a_rank_stopped_past_the_deadline_is_named_and_comes_back(
     point: str, operation: str, bad: int, ranks: RankPool, tmp_path: Path
@@ -137,8 +136,8 @@ def test_a_rank_stopped_past_the_deadline_is_named_and_comes_back(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", [1])
-@pytest.mark.parametrize(("point", "operation"), STOPS[:1])
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize(("point", "operation"), STOPS)
 def test_a_killed_rank_is_named_and_the_old_checkpoint_stays(
     point: str, operation: str, bad: int, ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -73,11 +73,10 @@ def test_topologies_of_training_runs_D4_D5(ranks: RankPool, name: str, order: fl
 def test_whatever_gradients_ranks_lack_collectives_are_the_same_D9_D10_K8(
     ranks: RankPool, topology: str, size: int, count: int, order: float
 ) -> None:
-    patterns = 50 if (size, order) == (2, 2.0) else 6  # each is a run of torch's own, too
-    outcomes = ranks.run(size, jobs.missing_job, topology, patterns, order)
+    outcomes = ranks.run(size, jobs.missing_job, topology, 50, order)
     assert outcomes[1:] == [outcomes[0]] * (size - 1)
     assert {number for *_, number in outcomes[0]} == {count}
-    assert len({expected for _, expected, _ in outcomes[0]}) > patterns / 3  # the patterns did differ
+    assert len({expected for _, expected, _ in outcomes[0]}) > 20  # the patterns did differ
     for norm, expected, _ in outcomes[0]:
         check(norm, expected, order)
 

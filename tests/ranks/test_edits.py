@@ -14,7 +14,7 @@ from tests.support.ranks import RankPool
 
 _BATCH = 20
 # `SHARDOPT_EDITS=300` for a release; a run of all tests has time for fewer.
-_BATCHES = max(1, int(os.environ.get("SHARDOPT_EDITS", "40")) // _BATCH)
+_BATCHES = max(1, int(os.environ.get("SHARDOPT_EDITS", "100")) // _BATCH)
 
 
 def random_pair(seed: int) -> tuple[Model, Model]:
