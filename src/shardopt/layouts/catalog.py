@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ClassSpec", "classes_like", "defaults_of", "is_whole_matrix", "spec_of", "why_refused"]
+__all__ = ["ClassSpec", "WholeSpec", "classes_like", "defaults_of", "spec_of", "whole_spec_of", "why_never", "why_refused"]
 
 Group = Mapping[str, Any]
 
@@ -86,12 +86,48 @@ _ELEMENTWISE: dict[type[torch.optim.Optimizer], ClassSpec] = {
     torch.optim.SGD: ClassSpec(entries=_sgd, scalars=(), optional=("momentum_buffer",)),
 }
 
-_WHOLE_MATRIX: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.Adafactor,
-    torch.optim.LBFGS,
-    torch.optim.Muon,
-    torch.optim.SparseAdam,
+@dataclass(frozen=True, slots=True)
+class WholeSpec:
+    """One optimizer class that needs whole parameters.
+
+    Attributes:
+        compute: the presentation that shows it what it needs.
+        reason: what it needs, after "it".
+        entries: element-wise entries that it keeps.
+    """
+
+    compute: str
+    reason: str
+    entries: frozenset[str] = frozenset()
+
+
+_WHOLE: dict[type[torch.optim.Optimizer], WholeSpec] = {
+    torch.optim.Adafactor: WholeSpec("owner", "factors each matrix", frozenset({"variance"})),
+    torch.optim.LBFGS: WholeSpec("replicated", "keeps one direction for all parameters, and calls its closure often"),
+    torch.optim.Muon: WholeSpec("owner", "orthogonalises each matrix", frozenset({"momentum_buffer"})),
+}
+
+_CREATE_GRAPH = (
+    "it differentiates the gradients once more, and under FSDP2 gradients arrive reduced, without a graph behind them."
 )
+_FUSED_BACKWARD = (
+    "it updates parameters while the backward pass runs, from hooks of its own and before FSDP2 has reduced gradients; "
+    "there is no step to wrap."
+)
+_COMMUNICATES = (
+    "it communicates by itself, over ranks and at times that nothing here knows, and would wait for ranks that do not "
+    "come."
+)
+# By name, since their libraries need not be there.
+_NEVER: dict[str, str] = {
+    "AdaHessian": _CREATE_GRAPH,
+    "SophiaH": _CREATE_GRAPH,
+    "LOMO": _FUSED_BACKWARD,
+    "AdaLOMO": _FUSED_BACKWARD,
+    "DeMo": _COMMUNICATES,
+    "DistributedMuon": _COMMUNICATES,
+    "SparseAdam": "it updates rows by sparse gradients, and under FSDP2 gradients are dense; use Adam.",
+}
 
 
 def spec_of(optimizer: torch.optim.Optimizer) -> ClassSpec | None:
@@ -99,9 +135,14 @@ def spec_of(optimizer: torch.optim.Optimizer) -> ClassSpec | None:
     return _ELEMENTWISE.get(type(optimizer))
 
 
-def is_whole_matrix(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the class is one of torch's that need a whole parameter (or its sparsity) to update it."""
-    return isinstance(optimizer, _WHOLE_MATRIX)
+def whole_spec_of(optimizer: torch.optim.Optimizer) -> WholeSpec | None:
+    """What is known of a class that needs whole parameters, or None when it is not known to."""
+    return _WHOLE.get(type(optimizer))
+
+
+def why_never(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why the class cannot be wrapped, whatever presentation is asked for; None when it can."""
+    return next((_NEVER[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _NEVER), None)
 
 
 @cache

@@ -34,7 +34,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Any structure of whole tensors of a parameter that is not sharded: kept in the parameter's blob."""
+    """Any structure of whole tensors, of a parameter whose state is whole: kept in the parameter's blob."""
 
     value: Any
 
@@ -66,7 +66,7 @@ def infer(tracked: Tracked, entry: str, value: Any, *, elementwise: bool) -> Lay
         return _infer_tensor(tracked, entry, value, elementwise)
     if not _holds_tensor(value):
         return Value(value)
-    if isinstance(tracked.param, DTensor):
+    if not tracked.has_whole_state:
         raise PlacementError(
             f"{tracked.fqn}: state {entry!r} is a {type(value).__name__} that holds tensors; nothing says how they are "
             f"sharded over {tracked.param.placements}. Keep such state as DTensors placed like the parameter."
@@ -76,7 +76,7 @@ def infer(tracked: Tracked, entry: str, value: Any, *, elementwise: bool) -> Lay
 
 def _infer_dtensor(tracked: Tracked, entry: str, value: DTensor) -> Layout:
     param = tracked.param
-    if isinstance(param, DTensor) and tuple(value.shape) == tracked.shape and same_spec(value, param):
+    if isinstance(param, DTensor) and not tracked.has_whole_state and tuple(value.shape) == tracked.shape and same_spec(value, param):
         return Elementwise(local_shard(value))
     where = param.placements if isinstance(param, DTensor) else "not sharded"
     raise PlacementError(
@@ -89,15 +89,18 @@ def _infer_dtensor(tracked: Tracked, entry: str, value: DTensor) -> Layout:
 def _infer_tensor(tracked: Tracked, entry: str, value: Tensor, elementwise: bool) -> Layout:
     shape = tuple(value.shape)
     if elementwise:
-        if shape == tracked.box.size:
+        box = tracked.state_box
+        if box is not None and shape == box.size:
             return Elementwise(value)
+        if tracked.has_whole_state and isinstance(tracked.param, DTensor):
+            return Whole(value)
         raise PlacementError(
             f"{tracked.fqn}: state {entry!r} has shape {shape}, expected this rank's shard {tracked.box.size} of the "
             f"global shape {tracked.shape}. It was made for another sharding; rebuild the optimizer and load its state."
         )
     if shape == ():
         return Value(value)
-    if not isinstance(tracked.param, DTensor):
+    if tracked.has_whole_state:
         return Whole(value)
     hint = " That is the parameter's global shape: it was made on every rank in full." * (shape == tracked.shape)
     raise PlacementError(

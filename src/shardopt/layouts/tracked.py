@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -13,7 +14,16 @@ from shardopt.geometry import Box
 from shardopt.naming import Name
 from shardopt.torch_compat import local_box, local_shard, placed_like
 
-__all__ = ["Kind", "Tracked", "check_device", "track"]
+__all__ = ["Keeping", "Kind", "Tracked", "check_device", "track"]
+
+
+class Keeping(Enum):
+    """Where the state of a parameter is between steps."""
+
+    BESIDE_SHARD = "sharded like the parameter"
+    HERE = "whole, on this rank alone"
+    ELSEWHERE = "whole, on another rank alone"
+    EVERYWHERE = "whole, the same on every rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,7 @@ class Tracked:
         optimizer: index of the inner optimizer.
         group: index into the wrapper's joined ``param_groups``.
         kind: of this rank's shard when it was tracked.
+        keeping: where its state is; its presentation decides.
     """
 
     name: Name
@@ -54,6 +65,7 @@ class Tracked:
     optimizer: int
     group: int
     kind: Kind = field(init=False)
+    keeping: Keeping = Keeping.BESIDE_SHARD
 
     def __post_init__(self) -> None:
         self.kind = Kind.of(self.local)
@@ -68,9 +80,34 @@ class Tracked:
         """This rank's shard, or the plain parameter itself; never a copy."""
         return local_shard(self.param) if isinstance(self.param, DTensor) else self.param
 
+    @property
+    def has_whole_state(self) -> bool:
+        """Whether what a rank holds of the state, if it holds any, is all of it."""
+        return self.keeping is not Keeping.BESIDE_SHARD or not isinstance(self.param, DTensor)
+
+    @property
+    def is_same_everywhere(self) -> bool:
+        """Whether every rank holds all of the state."""
+        return self.has_whole_state and self.keeping in (Keeping.BESIDE_SHARD, Keeping.EVERYWHERE)
+
+    @property
+    def state_box(self) -> Box | None:
+        """The part that this rank holds of an element-wise state entry; None when the state is elsewhere."""
+        if self.keeping is Keeping.ELSEWHERE:
+            return None
+        return Box.whole(self.shape) if self.has_whole_state else self.box
+
+    @property
+    def state_like(self) -> Tensor:
+        """A tensor with the shape, dtype and device that this rank's part of an element-wise entry has; read only."""
+        if self.has_whole_state and isinstance(self.param, DTensor):
+            # Of one element's memory: it is asked for its form.
+            return self.local.new_empty(()).expand(self.shape)
+        return self.local
+
     def as_param(self, local: Tensor) -> Tensor:
-        """``local`` placed like the parameter: a DTensor over it, or itself for a plain parameter."""
-        if not isinstance(self.param, DTensor):
+        """Part of a state entry, placed like the parameter: a DTensor over it, or itself where it is the whole."""
+        if self.has_whole_state or not isinstance(self.param, DTensor):
             return local
         return placed_like(self.param, local)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-from torch.distributed.tensor import DTensor
-
 from shardopt.errors import RankFailureError
 from shardopt.portable.export import Export, digest_replicated
 from shardopt.portable.manifest import Manifest
@@ -46,12 +44,12 @@ def _digests(inventory: Inventory, manifest: Manifest) -> dict[str, str]:
         found[f"{fqn}: the parameter"] = _digest(repr((record.shape, record.dtype, record.group, record.aliases)))
         found |= {f"{fqn}: state {name!r}": _digest(repr(entry)) for name, entry in record.entries.items()}
     for tracked in inventory.tracked:
-        if isinstance(tracked.param, DTensor) or inventory.is_per_rank(tracked):
+        if not tracked.is_same_everywhere or inventory.is_per_rank(tracked):
             continue
         for name, value in (inventory.state_of(tracked) or {}).items():
             digest = hashlib.blake2b(digest_size=16)
             digest_replicated(digest, value)
-            found[f"{tracked.fqn}: state {name!r} of a parameter that is not sharded"] = digest.hexdigest()
+            found[f"{tracked.fqn}: state {name!r} of which every rank has a copy"] = digest.hexdigest()
     return found
 
 

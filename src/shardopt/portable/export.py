@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardopt.collector import paused_collector
 from shardopt.errors import PlacementError
 from shardopt.layouts.infer import Elementwise, Layout, Value, infer
-from shardopt.layouts.tracked import Tracked
+from shardopt.layouts.tracked import Keeping, Tracked
 from shardopt.portable.encode import encode
 from shardopt.portable.handles import BoxHandle, BytesHandle, Handle
 from shardopt.portable.keys import MANIFEST_KEY, blob_key, rank_keys, state_key
@@ -31,15 +31,30 @@ from shardopt.portable.manifest import (
     WholeEntry,
 )
 from shardopt.portable.packing import pack
-from shardopt.portable.tensor_bytes import dtype_name
+from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
 from shardopt.presentation.inventory import Inventory
-from shardopt.presentation.presentation import qualified_name
+from shardopt.presentation.choice import qualified_name
 from shardopt.version import __version__
 
-__all__ = ["Export", "digest_replicated", "export", "handle_for", "live_tensors"]
+__all__ = ["Described", "Export", "assemble", "describe", "digest_replicated", "export", "handle_for", "live_tensors"]
 
 
 _UNMARKED = "0" * 16
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What this rank can say of an optimizer's state alone.
+
+    Attributes:
+        parameters: by FQN, of the parameters whose state is not elsewhere.
+        handles: theirs, by key.
+        notes: state that is left out, one sentence each.
+    """
+
+    parameters: dict[str, ParameterRecord]
+    handles: dict[str, Handle]
+    notes: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +64,8 @@ class Export:
     Attributes:
         handles: what ``state_dict()`` returns.
         manifest: what describes them.
-        digest: of everything that must be the same on all ranks: the manifest, and the state of
-            parameters that are not sharded.
+        digest: of everything that must be the same on all ranks: the manifest, and the state of which every rank
+            has a copy.
         notes: state that is left out, one sentence each.
     """
 
@@ -71,7 +86,7 @@ class Export:
 
 
 @paused_collector()
-def export(inventory: Inventory) -> Export:
+def describe(inventory: Inventory) -> Described:
     """Describes live state without changing or copying it (0-d values apart).
 
     Raises:
@@ -80,36 +95,72 @@ def export(inventory: Inventory) -> Export:
     """
     inventory.check_groups()
     inventory.refuse_side_storage()
-    notes = inventory.refuse_stray_state()
+    described = Described({}, {}, inventory.refuse_stray_state())
     groups = inventory.groups()
-    handles: dict[str, Handle] = {}
-    parameters: dict[str, ParameterRecord] = {}
     problems: list[str] = []
-    digest = hashlib.blake2b(digest_size=16)
     for tracked in inventory.tracked:
+        if tracked.keeping is Keeping.ELSEWHERE:
+            continue
         try:
-            parameters[tracked.fqn] = _export_parameter(tracked, inventory, groups[tracked.group], handles)
+            record = _export_parameter(tracked, inventory, groups[tracked.group], described.handles)
+            described.parameters[tracked.fqn] = record
         except PlacementError as error:
             problems.append(str(error))
     if problems:
         raise PlacementError("\n".join(problems))
+    return described
+
+
+@paused_collector()
+def assemble(inventory: Inventory, described: Described, elsewhere: Mapping[str, ParameterRecord]) -> Export:
+    """The portable state of what this rank has described, and what others have.
+
+    Args:
+        inventory: the same.
+        described: by this rank.
+        elsewhere: of parameters whose state is elsewhere.
+
+    Raises:
+        PlacementError: two parameters would be saved under one key.
+    """
+    handles = dict(described.handles)
+    for tracked in inventory.tracked:
+        if tracked.keeping is Keeping.ELSEWHERE:
+            _put_elsewhere(tracked, inventory, elsewhere[tracked.fqn], handles)
     manifest = Manifest(
         shardopt=__version__,
         torch=torch.__version__,
         optimizers=tuple(OptimizerRecord(qualified_name(p.inner), p.presentation.name) for p in inventory.parts),
-        groups=tuple(_export_groups(inventory, groups)),
-        parameters=parameters,
+        groups=tuple(_export_groups(inventory, inventory.groups())),
+        parameters={**described.parameters, **elsewhere},
         world_size=inventory.world_size,
         extra={"mark": _UNMARKED},
     )
+    digest = hashlib.blake2b(digest_size=16)
     raw = manifest.to_bytes()
     digest.update(raw)
     if inventory.world_size > 1:
         for tracked in inventory.tracked:
-            if not (isinstance(tracked.param, DTensor) or inventory.is_per_rank(tracked)):
+            if tracked.is_same_everywhere and not inventory.is_per_rank(tracked):
                 digest_replicated(digest, inventory.state_of(tracked))
     handles[MANIFEST_KEY] = BytesHandle.of(raw)
-    return Export(handles, manifest, digest.digest(), notes)
+    return Export(handles, manifest, digest.digest(), described.notes)
+
+
+def export(inventory: Inventory) -> Export:
+    """The portable state of an optimizer none of whose state is elsewhere; raises as ``describe`` does."""
+    return assemble(inventory, describe(inventory), {})
+
+
+def _put_elsewhere(
+    tracked: Tracked, inventory: Inventory, record: ParameterRecord, handles: dict[str, Handle]
+) -> None:
+    for name, entry in record.entries.items():
+        if isinstance(entry, (ElementwiseEntry, AbsentEntry)):
+            dtype = dtype_from_name(entry.dtype, tracked.fqn) if isinstance(entry, ElementwiseEntry) else None
+            _put(handles, state_key(tracked.fqn, name), handle_for(tracked, None, elsewhere=dtype), tracked)
+    if record.blob is not None or not inventory.is_known(tracked):
+        _put(handles, blob_key(tracked.fqn), BytesHandle.elsewhere(record.blob or 0), tracked)
 
 
 def live_tensors(inventory: Inventory) -> dict[str, Tensor]:
@@ -118,7 +169,7 @@ def live_tensors(inventory: Inventory) -> dict[str, Tensor]:
     groups = inventory.groups()
     for tracked in inventory.tracked:
         shaped = {
-            *(inventory.known_entries(tracked, groups[tracked.group]) or ()),
+            *inventory.usual_entries(tracked, groups[tracked.group]),
             *inventory.optional_entries(tracked),
         }
         for entry, value in (inventory.state_of(tracked) or {}).items():
@@ -147,9 +198,16 @@ def _export_groups(inventory: Inventory, groups: list[dict[str, Any]]) -> list[G
     ]
 
 
-def handle_for(tracked: Tracked, live: Tensor | None) -> BoxHandle:
-    """A handle for one element-wise entry of the parameter, existing or not."""
-    return BoxHandle.make(tracked.shape, tracked.box, live, like=tracked.local, place=tracked.as_param)
+def handle_for(tracked: Tracked, live: Tensor | None, *, elsewhere: torch.dtype | None = None) -> BoxHandle:
+    """A handle for one element-wise entry of the parameter, existing here, elsewhere (in this dtype), or not yet."""
+    return BoxHandle.make(
+        tracked.shape,
+        tracked.state_box,
+        live,
+        like=tracked.state_like,
+        place=tracked.as_param,
+        elsewhere=elsewhere,
+    )
 
 
 def _export_parameter(
@@ -157,10 +215,9 @@ def _export_parameter(
 ) -> ParameterRecord:
     if inventory.is_per_rank(tracked):
         return _export_own(tracked, inventory, handles)
-    known = inventory.known_entries(tracked, group)
     entries: dict[str, Entry] = {}
     whole: dict[str, Any] = {}
-    boxes: dict[str, Tensor | None] = dict.fromkeys(known or ())
+    boxes: dict[str, Tensor | None] = dict.fromkeys(inventory.usual_entries(tracked, group))
     shaped = {*boxes, *inventory.optional_entries(tracked)}
     problems: list[str] = []
     for name, value in (inventory.state_of(tracked) or {}).items():
@@ -181,7 +238,7 @@ def _export_parameter(
         _put(handles, state_key(tracked.fqn, name), handle_for(tracked, live), tracked)
         entries.setdefault(name, AbsentEntry())
     blob = None
-    if whole or known is None:
+    if whole or not inventory.is_known(tracked):
         packed = pack(whole, tracked.fqn)
         _put(handles, blob_key(tracked.fqn), BytesHandle.make(packed.chunks, packed.total_bytes), tracked)
         if whole:

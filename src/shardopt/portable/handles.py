@@ -244,9 +244,9 @@ class Handle(torch.Tensor):
 
 
 class BoxHandle(Handle):
-    """An element-wise entry: a tensor of the parameter's global shape, of which this rank holds one box."""
+    """An element-wise entry: a tensor of the parameter's global shape, of which this rank holds one box or nothing."""
 
-    box: Box
+    box: Box | None
     absent: bool
     template: ThisProcessOnly
     placed: ThisProcessOnly
@@ -254,30 +254,35 @@ class BoxHandle(Handle):
     @staticmethod
     def make(
         shape: tuple[int, ...],
-        box: Box,
+        box: Box | None,
         live: Tensor | None,
         *,
         like: Tensor,
         place: Callable[[Tensor], Tensor],
+        elsewhere: torch.dtype | None = None,
     ) -> BoxHandle:
-        """A handle for an entry that exists (``live``) or does not exist yet (None).
+        """A handle for an entry that exists (``live``, or ``elsewhere``) or does not exist yet.
 
         Args:
             shape: global shape.
-            box: this rank's part.
+            box: this rank's part; None when it has none.
             live: the entry's memory on this rank, shape ``box.size``.
             like: a tensor whose shape, strides, dtype and device a new entry takes.
             place: makes a DTensor (or plain tensor) of a local part, for ``full_tensor``.
+            elsewhere: dtype of an entry that exists on other ranks only.
         """
         like = (like if live is None else live).detach()
-        if live is None:
+        if live is None and elsewhere is not None:
+            handle = _blank(BoxHandle, shape, elsewhere, like.device)
+            handle._fill([], [])
+        elif live is None or box is None:
             handle = _blank(BoxHandle, ABSENT_SHAPE, torch.uint8, like.device)
             handle._fill([torch.empty(ABSENT_SHAPE, dtype=torch.uint8)], [(0,)])
         else:
             handle = _blank(BoxHandle, shape, like.dtype, like.device)
             handle._fill([like], [box.offset])
         handle.box = box
-        handle.absent = live is None
+        handle.absent = live is None and elsewhere is None
         handle.template = ThisProcessOnly((shape, like))
         handle.placed = ThisProcessOnly(place)
         return handle
@@ -294,7 +299,7 @@ class BoxHandle(Handle):
                 "what state_dict() returns."
             )
         shape, like = self.template.value
-        if self.saved_size is not None and self.saved_size != shape:
+        if self.box is None or (self.saved_size is not None and self.saved_size != shape):
             return []
         return [Scratch(self.box, like.dtype, lambda dtype: torch.empty_like(like, dtype=dtype), any_dtype=True)]
 
@@ -305,6 +310,8 @@ class BoxHandle(Handle):
             raise TypeError("this handle was staged or sent to another process, where its mesh is not known.")
         if self.absent:
             raise TypeError("this entry does not exist yet; there is nothing to gather.")
+        if not self.tensors:
+            raise TypeError("this entry is kept whole, by another rank alone; there is nothing to gather here.")
         tensor = place(self.tensors[0])
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
@@ -312,12 +319,22 @@ class BoxHandle(Handle):
 class BytesHandle(Handle):
     """Bytes of any length as one 1-D uint8 tensor: the manifest, or a parameter's whole values."""
 
+    wanted: bool
+
     @staticmethod
     def make(chunks: Sequence[tuple[int, Tensor]], total_bytes: int) -> BytesHandle:
         """A handle over chunks ``(offset in bytes, uint8 tensor)`` that together cover ``total_bytes``."""
         handle = _blank(BytesHandle, (total_bytes,), torch.uint8, torch.device("cpu"))
         parts = list(chunks) or [(0, torch.empty(0, dtype=torch.uint8))]
         handle._fill([tensor for _, tensor in parts], [(offset,) for offset, _ in parts])
+        handle.wanted = True
+        return handle
+
+    @staticmethod
+    def elsewhere(total_bytes: int) -> BytesHandle:
+        """A handle for bytes that another rank writes, and that another rank reads."""
+        handle = BytesHandle.make([], total_bytes)
+        handle.wanted = False
         return handle
 
     @staticmethod
@@ -337,7 +354,7 @@ class BytesHandle(Handle):
         return handle
 
     def _make_scratch(self) -> list[Scratch]:
-        if self.saved_size is None or len(self.saved_size) != 1:
+        if not self.wanted or self.saved_size is None or len(self.saved_size) != 1:
             return []
         total_bytes = self.saved_size[0]
         box = Box((0,), (total_bytes,))

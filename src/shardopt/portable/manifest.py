@@ -29,6 +29,7 @@ __all__ = [
     "PerRankEntry",
     "ValueEntry",
     "WholeEntry",
+    "parameters_json",
     "raise_problems",
 ]
 
@@ -193,7 +194,7 @@ class Manifest:
                 {"optimizer": group.optimizer, "members": group.members, "values": _sorted(group.values)}
                 for group in self.groups
             ],
-            "parameters": {fqn: _parameter_json(record) for fqn, record in _sorted(self.parameters).items()},
+            "parameters": parameters_json(self.parameters),
             "extra": _sorted(self.extra),
         }
         text = json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -208,6 +209,11 @@ class Manifest:
                 "tensors out of parameter groups"
             )
         return data
+
+
+def parameters_json(parameters: Mapping[str, ParameterRecord]) -> dict[str, object]:
+    """Records by FQN as JSON, as a manifest has them."""
+    return {fqn: _parameter_json(record) for fqn, record in _sorted(parameters).items()}
 
 
 def raise_problems(summary: str, problems: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from shardopt.portable.manifest import (
 )
 from shardopt.portable.tagged import Json
 
-__all__ = ["read_manifest"]
+__all__ = ["read_manifest", "read_parameters"]
 
 _Object = dict[str, Json]
 
@@ -73,6 +73,18 @@ def read_manifest(data: bytes | bytearray | memoryview) -> Manifest:
         world_size=world_size,
         extra=extra,
     )
+
+
+def read_parameters(tree: _Object) -> dict[str, ParameterRecord]:
+    """The records that ``parameters_json`` wrote.
+
+    Raises:
+        FormatError: one of them is broken; lists every problem.
+    """
+    reader = _Reader()
+    records = reader.parameters({"parameters": tree})
+    raise_problems("the parameters are not as shardopt writes them", reader.problems)
+    return records
 
 
 def _parse(data: bytes) -> _Object:

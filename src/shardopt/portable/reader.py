@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardopt.errors import FormatError, LoadError, ShardoptError
-from shardopt.layouts.tracked import Tracked
+from shardopt.layouts.tracked import Keeping, Tracked
 from shardopt.portable.export import handle_for
 from shardopt.portable.handles import BytesHandle, Handle
 from shardopt.portable.keys import MANIFEST_KEY, blob_key, rank_keys, state_key
@@ -120,6 +120,8 @@ def _wanted(
     handles: dict[str, Handle] = {}
     stored_as: dict[str, str] = {}
     for fqn, saved_fqn in match_names(tracked, manifest).saved_as.items():
+        if tracked[fqn].keeping is Keeping.ELSEWHERE:
+            continue
         parameter = manifest.parameters[saved_fqn]
         for name, entry in parameter.entries.items():
             if isinstance(entry, ElementwiseEntry):

@@ -283,7 +283,7 @@ class _Reading:
         if weight is not None and tuple(weight.size) != live.shape:
             one.shape = tuple(weight.size)  # the load will say so
             return
-        sharded = isinstance(live.param, DTensor)
+        sharded = not live.has_whole_state
         for entry, shape in odd.items():
             if not sharded and (len(shape) != len(live.shape) or _factored(shape, odd.values(), live.shape)):
                 one.whole.append(entry)

@@ -15,13 +15,21 @@ from shardopt.naming import Name, name_parameters
 from shardopt.presentation.dtensor import DTensorPresentation
 from shardopt.presentation.inventory import Inventory, Part
 from shardopt.presentation.local import LocalPresentation
-from shardopt.presentation.presentation import choose
+from shardopt.presentation.owner import OwnerPresentation
+from shardopt.presentation.choice import choose
+from shardopt.presentation.presentation import Presentation
+from shardopt.presentation.replicated import ReplicatedPresentation
 from shardopt.scope import Scope, ranks_of
 from shardopt.torch_compat import fsdp_offloaded
 
 __all__ = ["checked", "explain", "join", "make_part", "track_all", "track_group"]
 
-_PRESENTATIONS = {"local": LocalPresentation, "dtensor": DTensorPresentation}
+_PRESENTATIONS: dict[str, type[Presentation]] = {
+    "local": LocalPresentation,
+    "dtensor": DTensorPresentation,
+    "owner": OwnerPresentation,
+    "replicated": ReplicatedPresentation,
+}
 
 
 def checked(inners: list[torch.optim.Optimizer], wrapper: type) -> list[torch.optim.Optimizer]:
@@ -144,6 +152,7 @@ def explain(inventory: Inventory, scope: Scope, consensus: str) -> str:
         f"{type(part.inner).__name__}: compute={part.choice.compute!r} because {part.choice.reason}"
         for part in inventory.parts
     ]
+    lines += [line for part in inventory.parts for line in part.presentation.explained()]
     where = f"ranks {list(scope.ranks)}" if scope.size > 1 else "one rank"
     lines.append(f"{len(inventory.tracked)} parameters over {where}; consensus={consensus!r}")
     plain = [one.fqn for one in inventory.tracked if not isinstance(one.param, DTensor) and one.param.requires_grad]

@@ -22,6 +22,7 @@ class DTensorPresentation(Presentation):
     """Shows the user's parameters as they are. Right for rules written for DTensors."""
 
     name: ClassVar[str] = "dtensor"
+    calls_closure: ClassVar[bool] = True
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)

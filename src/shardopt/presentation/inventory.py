@@ -14,7 +14,8 @@ from shardopt.errors import NamingError, PlacementError
 from shardopt.layouts.catalog import spec_of
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.identity import Identity
-from shardopt.presentation.presentation import Choice, Presentation
+from shardopt.presentation.choice import Choice
+from shardopt.presentation.presentation import Presentation
 from shardopt.presentation.side_storage import side_storage
 
 __all__ = ["Inventory", "Part"]
@@ -60,6 +61,11 @@ class Inventory:
         self.identity = Identity(self.models)
         for part in self.parts:
             part.presentation.identity = self.identity
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether some state is kept by one rank alone: then no rank can describe all of it."""
+        return self.world_size > 1 and any(part.choice.compute == "owner" for part in self.parts)
 
     def check(self, tracked: Sequence[Tracked]) -> None:
         """Checks that parameters can be added; changes nothing.
@@ -142,6 +148,15 @@ class Inventory:
         spec = spec_of(self.part_of(tracked).inner)
         return None if spec is None else spec.entries(group)
 
+    def is_known(self, tracked: Tracked) -> bool:
+        """Whether it is known what the class keeps for the parameter."""
+        return spec_of(self.part_of(tracked).inner) is not None
+
+    def usual_entries(self, tracked: Tracked, group: dict[str, Any]) -> tuple[str, ...]:
+        """Element-wise entries that have a key in every portable state: known of the class, or seen in a probe."""
+        known = self.known_entries(tracked, group)
+        return tuple(sorted(self.part_of(tracked).choice.entries)) if known is None else known
+
     def known_scalars(self, tracked: Tracked) -> tuple[str, ...]:
         """Entries beside these that the class keeps with any state; none when the class is unknown."""
         spec = spec_of(self.part_of(tracked).inner)
@@ -160,7 +175,7 @@ class Inventory:
     def initial_state(self, tracked: Tracked, group: dict[str, Any]) -> dict[str, Any]:
         """The state that a new optimizer has for the parameter before its first step, made anew; often none."""
         spec = spec_of(self.part_of(tracked).inner)
-        return {} if spec is None or spec.initial is None else spec.initial(group, tracked.local)
+        return {} if spec is None or spec.initial is None else spec.initial(group, tracked.state_like)
 
     def scalar_device(self, tracked: Tracked, group: dict[str, Any], entry: str) -> torch.device:
         """Where the optimizer keeps a new 0-d entry: torch hosts step counters unless its kernel needs them."""

@@ -1,4 +1,4 @@
-"""The port every presentation implements, and the choice between them."""
+"""The port every presentation implements."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardopt.errors import PresentationError
-from shardopt.layouts.catalog import is_whole_matrix, spec_of
-from shardopt.layouts.interchange import qualified
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.identity import Identity
-from shardopt.presentation.probe import probe
+from shardopt.presentation.ownership import Balance
+from shardopt.scope import Scope
 from shardopt.torch_compat import gradients_of, local_shard, raw_step
 
-__all__ = ["COMPUTE", "Choice", "Presentation", "Ready", "amp_scale", "choose", "drop_amp_scale", "qualified_name"]
+__all__ = ["Agree", "Presentation", "Ready", "amp_scale", "drop_amp_scale"]
 
-COMPUTE: tuple[str, ...] = ("auto", "local", "dtensor")
+Agree = Callable[[str, "BaseException | None"], None]
 
 # In C, since it is read for every plain parameter in every step.
 _kind_of: Callable[[Tensor], tuple[Any, ...]] = attrgetter("dtype", "shape", "device")
@@ -39,10 +38,12 @@ class Ready:
         gradients: this rank's part of each gradient, in the presentation's own order; None where there is none.
         unaligned: index -> FQN of the gradients that have to be redistributed to their parameter's placements first;
             that communicates, so they must be the same on every rank.
+        without: FQNs that have no gradient, where those have to be the same on every rank.
     """
 
     gradients: list[Tensor | None] = field(default_factory=list)
     unaligned: dict[int, str] = field(default_factory=dict)
+    without: list[str] = field(default_factory=list)
 
 
 class Presentation(ABC):
@@ -52,6 +53,8 @@ class Presentation(ABC):
     """
 
     name: ClassVar[str]
+    # Whether the optimizer's own step calls the closure; otherwise it was called before, and gradients are all it gets.
+    calls_closure: ClassVar[bool] = False
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -63,6 +66,24 @@ class Presentation(ABC):
         self._plain_kinds: list[tuple[Any, ...]] = []
         self._identity_is_new = True
         self._without_gradient: set[int] = set()
+
+    def join(self, scope: Scope, balance: Balance, *, own_plain: bool, agree: Agree) -> None:
+        """Collective, in those that communicate. Takes the ranks, once they have met.
+
+        Args:
+            scope: the ranks.
+            balance: of what they own, over all wrapped optimizers.
+            own_plain: whether parameters that are not sharded are each rank's own.
+            agree: a vote within a step.
+        """
+
+    def described(self, item: Tracked) -> str:
+        """What of a new parameter has to be the same on every rank, because ``register`` communicates."""
+        return ""
+
+    def explained(self) -> list[str]:
+        """What there is to say of how its parameters are shown."""
+        return []
 
     @abstractmethod
     def check_new(self, tracked: Sequence[Tracked]) -> None:
@@ -134,6 +155,9 @@ class Presentation(ABC):
     def step(self, ready: Ready, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
         """Runs the inner update once, with what ``preflight`` found. May communicate, the same calls on every rank."""
 
+    def release(self) -> None:
+        """Gives back what ``preflight`` took for one step, whatever became of it."""
+
     @abstractmethod
     def to_state(self, tracked: Tracked, local: Tensor) -> Tensor:
         """``local`` in the form in which this presentation keeps element-wise state."""
@@ -180,55 +204,3 @@ def drop_amp_scale(optimizer: torch.optim.Optimizer) -> None:
     """
     for key in _AMP_ATTRIBUTES:
         vars(optimizer).pop(key, None)
-
-
-def qualified_name(inner: torch.optim.Optimizer) -> str:
-    """Module and name of the optimizer's class."""
-    return qualified(type(inner))
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Which presentation an optimizer gets, and the reason in one sentence.
-
-    Attributes:
-        compute: the presentation's name.
-        reason: why.
-        entries: element-wise entries that the class was seen to keep, where nothing else is known of it.
-    """
-
-    compute: str
-    reason: str
-    entries: frozenset[str] = frozenset()
-
-
-def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
-    """Resolves ``compute`` for one inner optimizer.
-
-    Raises:
-        PresentationError: ``compute`` is unknown, or ``auto`` or ``local`` would not be known to equal the
-            unsharded run.
-    """
-    label = qualified_name(inner)
-    if compute not in COMPUTE:
-        raise PresentationError(f"compute={compute!r} is unknown; expected one of {', '.join(map(repr, COMPUTE))}.")
-    if compute == "dtensor":
-        return Choice("dtensor", "asked for: the rule runs on the DTensors themselves")
-    if spec_of(inner) is not None:
-        return Choice("local", f"{label} is element-wise: a shard's update needs only the shard")
-    if is_whole_matrix(inner):
-        why = "needs whole parameters to update one"
-    else:
-        try:
-            found = probe(inner)
-        except Exception as error:
-            why = f"could not be tried on small parameters ({type(error).__name__}: {str(error)[:200]})"
-        else:
-            if found.why_not is None:
-                tried = "gives the same bits on parts of tensors as on whole ones, and mixes no elements"
-                return Choice("local", f"{label} {tried} (tried on small parameters)", found.entries)
-            why = f"is not element-wise ({found.why_not})"
-    raise PresentationError(
-        f"{label} {why}, so compute={compute!r} could silently differ from the unsharded run. Pass compute='dtensor' "
-        "to run it on the DTensors with torch's own dispatch, if its rule supports them."
-    )

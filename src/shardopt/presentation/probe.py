@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,16 +46,22 @@ class Finding:
     """What a probe has found.
 
     Attributes:
+        compute: the cheapest presentation that gives what an unsharded run gives.
         why_not: why the rule cannot be run on parts of parameters, in words; None when nothing speaks against it.
-        entries: state entries that have a number for each element of their parameter; of a rule that can.
+        why_not_owner: why it cannot be run on some parameters without the others.
+        entries: state entries that have a number for each element of their parameter.
+        draws: whether it draws random numbers.
     """
 
+    compute: str
     why_not: str | None
+    why_not_owner: str | None
     entries: frozenset[str] = frozenset()
+    draws: bool = False
 
 
 def probe(inner: torch.optim.Optimizer) -> Finding:
-    """Finds out whether the rule is element-wise.
+    """Finds out whether the rule is element-wise, or at least updates each parameter by itself.
 
     Runs replicas of the optimizer, with its options, on small parameters of the dimensions that it has. No effect on
     anything live, nor on random numbers.
@@ -83,18 +90,26 @@ class _Probe:
     def run(self) -> Finding:
         everything = [_Part(index) for index in range(len(self._params))]
         entries: set[str] = set()
+        why_not: str | None = None
+        why_not_owner: str | None = None
         for name, regime in (("given", self._given), ("dependent", self._dependent)):
             whole = self._run(everything, regime)
-            if whole.drew:
-                return Finding("it draws random numbers, which parts would draw in another order")
             entries |= whole.elementwise()
-            for what, ways in (("parts of parameters", self._halves()), ("parameters alone", self._owners())):
-                found = self._differs(whole, ways, regime)
-                if found is not None:
-                    return Finding(f"with {name} gradients {what} {found}")
-        mixing = self._audit(everything)
-        why_not = f"it uses {', '.join(mixing[:5])}, which can mix elements" if mixing else None
-        return Finding(why_not, frozenset(entries))
+            if whole.drew:
+                why = "draws random numbers, which parts would draw in another order"
+                return Finding("replicated", why, why, frozenset(entries), draws=True)
+            if why_not is None:
+                found = self._differs(whole, self._halves(), regime)
+                why_not = found and f"is not element-wise: with {name} gradients parts of parameters {found}"
+            if why_not_owner is None:
+                found = self._differs(whole, self._owners(), regime)
+                why_not_owner = found and f"couples parameters: with {name} gradients parameters alone {found}"
+        if why_not_owner is not None:
+            return Finding("replicated", why_not or why_not_owner, why_not_owner, frozenset(entries))
+        mixing = [] if why_not else self._audit(everything)
+        if mixing:
+            why_not = f"uses {', '.join(mixing[:5])}, which can mix elements"
+        return Finding("owner" if why_not else "local", why_not, None, frozenset(entries))
 
     # Gradients. What a step's noise is cut to goes with the parameter it is for.
 
@@ -113,6 +128,8 @@ class _Probe:
         count = len(self._params)
         yield [[_Part(index)] for index in range(count)]
         yield [[_Part(index) for index in range(count) if index % 2 == rank] for rank in range(2)]
+        # One rank may own nothing.
+        yield [[_Part(index) for index in range(count)], []]
 
     def _halves(self) -> Iterator[list[list[_Part]]]:
         dims = range(max(param.dim() for param in self._params))
@@ -155,19 +172,24 @@ class _Probe:
                     entry = _unlike(part, state, whole.states[part.index])
                     if entry is not None:
                         return f"keep a state {entry!r} that is no part of the whole one's"
+                for group, other in zip(run.groups, whole.groups, strict=True):
+                    name = _unlike(_Part(0), group, other)
+                    if name is not None:
+                        return f"have another value of {name!r} in their groups"
         return None
 
     def _run(self, parts: Sequence[_Part], regime: _Regime) -> _Run:
         params = [nn.Parameter(part.of(self._params[part.index]).clone()) for part in parts]
         optimizer = self._replica(parts, params)
         torch.manual_seed(_SEED)
-        before = torch.get_rng_state()
+        before = _random_states()
         history: list[list[Tensor]] = []
         for step in range(NUM_STEPS):
             self._step(optimizer, parts, params, regime, step)
             history.append([param.detach().clone() for param in params])
-        drew = not torch.equal(before, torch.get_rng_state())
-        return _Run(list(parts), history, [optimizer.state.get(param) or {} for param in params], drew)
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        states = [optimizer.state.get(param) or {} for param in params]
+        return _Run(list(parts), history, states, groups, drew=before != _random_states())
 
     def _step(
         self,
@@ -219,11 +241,12 @@ _Regime = Callable[[int, Tensor, Tensor, int], Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What became of parts of parameters: their values after each step, their state after the last one."""
+    """What became of parts of parameters: values after each step, state and group values after the last one."""
 
     parts: list[_Part]
     history: list[list[Tensor]]
     states: list[Mapping[str, Any]]
+    groups: list[Mapping[str, Any]]
     drew: bool
 
     def elementwise(self) -> set[str]:
@@ -246,17 +269,35 @@ def _unlike(part: _Part, state: Mapping[str, Any], whole: Mapping[str, Any]) -> 
             cut = part.dim is not None and other.dim() > part.dim and one.shape != other.shape
             alike = _same(one, part.of(other) if cut else other)
         else:
-            held = any(isinstance(leaf, Tensor) for leaf in tree_leaves((one, other)))
-            alike = not held and type(one) is type(other) and bool(one == other)
+            held = part.dim is not None and any(isinstance(leaf, Tensor) for leaf in tree_leaves((one, other)))
+            alike = not held and _alike(one, other)
         if not alike:
             return name
     return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two values are equal, tensors in them bit by bit; of objects that say nothing of it, only the kind."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _same(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return type(one).__eq__ is object.__eq__ or bool(one == other) or (one != one and other != other)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _random_states() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), kind, np.asarray(keys).tobytes(), *rest, random.getstate()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from shardopt.errors import RankFailureError
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.assembly import checked, join, make_part, track_all
 from shardopt.presentation.inventory import Inventory, Part
+from shardopt.presentation.ownership import Balance
 from shardopt.scope import Scope, differences
 from shardopt.staging.consensus import Consensus, check_options
 
@@ -72,8 +73,22 @@ def construct(
         failure = error
     held: dict[str, str] = {} if failure else _described(parts, tracked, {"consensus": mode, "plain": plain})
     _vote(scope, failure, held)
+    consensus = Consensus(mode, scope)
+    balance = Balance(scope.size)
+    for part in parts:
+        part.presentation.join(
+            scope,
+            balance,
+            own_plain=own is not None,
+            agree=lambda operation, problem: _agree(consensus, operation, problem),
+        )
     inventory.add(tracked)
-    return inventory, Consensus(mode, scope)
+    return inventory, consensus
+
+
+def _agree(consensus: Consensus, operation: str, problem: BaseException | None) -> None:
+    """Collective, where steps are voted on. The vote of a presentation that communicates within a step."""
+    consensus.vote(operation, problem, every_step=True)
 
 
 def _listed(given: Any, kind: type, name: str) -> list[Any]:
@@ -122,4 +137,7 @@ def _described(parts: Sequence[Part], tracked: Sequence[Tracked], options: Mappi
     for item in tracked:
         placements = item.param.placements if isinstance(item.param, DTensor) else "not sharded"
         held[f"{item.fqn}: the parameter"] = repr((item.shape, item.param.dtype, item.name.aliases, placements))
+        state = parts[item.optimizer].presentation.described(item)
+        if state:
+            held[f"{item.fqn}: state that it has already"] = state
     return held

@@ -11,9 +11,11 @@ import torch
 
 from shardopt.errors import RankFailureError
 from shardopt.portable.agreement import name_differences
-from shardopt.portable.export import export
+from shardopt.portable.export import Described, assemble, describe
 from shardopt.portable.handles import Lease
 from shardopt.portable.keys import MANIFEST_KEY
+from shardopt.portable.manifest import ParameterRecord
+from shardopt.portable.merging import merge
 from shardopt.presentation.inventory import Inventory
 from shardopt.staging.consensus import Consensus
 from shardopt.staging.poison import Poison
@@ -45,18 +47,20 @@ class Offers:
         """
         exported = None
         result: dict[str, Any] = {}
-        failure: BaseException | None = None
-        try:
-            # Hooks before the vote too: one that raises on one rank must not leave the others waiting in DCP.
-            for pre_hook in outer._optimizer_state_dict_pre_hooks.values():
-                pre_hook(outer)
-            exported = export(self._inventory)
-            result = dict(exported.handles)
-            for post_hook in outer._optimizer_state_dict_post_hooks.values():
-                replaced = post_hook(outer, result)
-                result = result if replaced is None else replaced
-        except BaseException as error:
-            failure = error
+        described, failure = self._describe(outer)
+        elsewhere: dict[str, ParameterRecord] = {}
+        if self._inventory.is_spread:
+            elsewhere = merge(self._consensus.scope, self._inventory, described, failure)
+        if described is not None:
+            try:
+                exported = assemble(self._inventory, described, elsewhere)
+                # Hooks before the vote: one that raises on one rank must not leave the others waiting in DCP.
+                result = dict(exported.handles)
+                for post_hook in outer._optimizer_state_dict_post_hooks.values():
+                    replaced = post_hook(outer, result)
+                    result = result if replaced is None else replaced
+            except BaseException as error:
+                failure = error
         verdict: RankFailureError | None = None
         number = 0
         try:
@@ -80,3 +84,12 @@ class Offers:
             handle.refuse_save = refusal
         exported.handles[MANIFEST_KEY].outdated = Lease(changed)
         return result
+
+    def _describe(self, outer: torch.optim.Optimizer) -> tuple[Described | None, BaseException | None]:
+        """What this rank has, or why it cannot say."""
+        try:
+            for pre_hook in outer._optimizer_state_dict_pre_hooks.values():
+                pre_hook(outer)
+            return describe(self._inventory), None
+        except BaseException as error:
+            return None, error

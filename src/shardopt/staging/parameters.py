@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardopt.errors import FormatError
-from shardopt.layouts.tracked import Tracked
+from shardopt.geometry import Box
+from shardopt.layouts.tracked import Keeping, Tracked
 from shardopt.portable.encode import decode
 from shardopt.portable.handles import BoxHandle, BytesHandle
 from shardopt.portable.keys import blob_key, rank_keys, state_key
@@ -21,7 +22,7 @@ from shardopt.portable.scratch import Scratch
 from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
 from shardopt.presentation.inventory import Inventory
-from shardopt.presentation.presentation import qualified_name
+from shardopt.presentation.choice import qualified_name
 from shardopt.staging.finite import find_non_finite_in
 from shardopt.staging.options import LoadOptions
 from shardopt.staging.report import Report
@@ -80,6 +81,8 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
             f"{tracked.fqn}: saved with shape {tuple(saved.shape)}, this model has {tracked.shape}. "
             f"fresh=[{tracked.fqn!r}] starts it anew."
         )
+        return plan
+    if tracked.keeping is Keeping.ELSEWHERE:
         return plan
     if PerRankEntry in map(type, saved.entries.values()):
         _plan_own(plan, tracked, inventory, source, report)
@@ -174,6 +177,8 @@ def _plan_own(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, sourc
 def plan_fresh(tracked: Tracked, inventory: Inventory, group: dict[str, Any]) -> ParameterPlan:
     """Plans the state that a new optimizer with these group values has for the parameter: none, for most classes."""
     plan = ParameterPlan(inventory.part_of(tracked).inner.state, tracked.param)
+    if tracked.keeping is Keeping.ELSEWHERE:
+        return plan
     for name, value in inventory.initial_state(tracked, group).items():
         elementwise = isinstance(value, Tensor) and value.dim() > 0
         plan.publish[name] = inventory.part_of(tracked).presentation.to_state(tracked, value) if elementwise else value
@@ -258,8 +263,8 @@ def _read_box(
         problem = " was not read: the load skipped its key."
     elif handle.saved_size is not None and handle.saved_size != tracked.shape:
         problem = f" was saved with shape {handle.saved_size}, this model has {tracked.shape}."
-    elif handle.box != tracked.box:
-        problem = f" was read for {handle.box}, this rank holds {tracked.box}: read it again for this optimizer."
+    elif handle.box != tracked.state_box:
+        problem = f" was read for {handle.box}, this rank holds {tracked.state_box}: read it again for this optimizer."
     elif scratch is None:
         problem = ": nothing delivered; the checkpoint lacks part of its global shape."
     elif scratch.wrong_dtype is not None or (scratch.delivered and entry.dtype != dtype_name(scratch.dtype)):
@@ -280,15 +285,19 @@ def _read_box(
 
 
 def _lent_box(label: str, tracked: Tracked, handle: BoxHandle, report: Report) -> Tensor | None:
-    if handle.absent or handle.box != tracked.box or handle.tensors[0].dtype != handle.dtype:
+    if handle.absent or handle.box != tracked.state_box or handle.tensors[0].dtype != handle.dtype:
         problem = (
-            f": the state dict was made for the box {handle.box.offset}+{handle.box.size}, this rank holds "
-            f"{tracked.box.offset}+{tracked.box.size}; save it with dcp.save to move it between shardings."
+            f": the state dict was made for {_say_box(handle.box)}, this rank holds "
+            f"{_say_box(tracked.state_box)}; save it with dcp.save to move it between shardings."
         )
     else:
         return handle.tensors[0]
     report.problems.append(label + problem)
     return None
+
+
+def _say_box(box: Box | None) -> str:
+    return "no part of it" if box is None else f"the box {box.offset}+{box.size}"
 
 
 def _place_box(
@@ -327,10 +336,10 @@ def _place_value(plan: ParameterPlan, source: Source, name: str, value: Any, liv
 
 def _unpack_whole(tracked: Tracked, source: Source, report: Report) -> dict[str, Any]:
     label = f"{tracked.fqn}: its whole values"
-    if isinstance(tracked.param, DTensor):
+    if isinstance(tracked.param, DTensor) and not tracked.has_whole_state:
         report.problems.append(
-            f"{label} were saved from an unsharded parameter; nothing says how to shard them over "
-            f"{tracked.param.placements}."
+            f"{label} were saved from a parameter that was whole; nothing says how to shard them over "
+            f"{tracked.param.placements}. Wrap with compute='owner' (or 'replicated'), which keeps them whole."
         )
         return {}
     handle = source.handles.get(blob_key(tracked.fqn))

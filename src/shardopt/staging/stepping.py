@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from shardopt.errors import PresentationError, RankFailureError
 from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.presentation import Presentation, Ready
+from shardopt.scope import differences
 from shardopt.staging.consensus import Consensus
 from shardopt.staging.gradients import find_overflow
 from shardopt.staging.poison import Poison
@@ -86,22 +87,29 @@ class Stepping:
         """
         presentations = [part.presentation for part in self._inventory.parts]
         attempt = _Attempt((outer,) if closure is None else (outer, closure), amp)
+        try:
+            return self._run(outer, presentations, attempt)
+        finally:
+            for one in presentations:
+                one.release()
+
+    def _run(self, outer: torch.optim.Optimizer, presentations: list[Presentation], attempt: _Attempt) -> Any:
         failure: BaseException | None = None
         try:
             self._get_ready(outer, presentations, attempt)
         except BaseException as error:
             failure = error
-        unaligned = "\n".join(name for one in attempt.ready for name in one.unaligned.values())
         facts = attempt.facts
+        held = _must_agree(attempt.ready)
         try:
-            agreed = self._consensus.vote("step", failure, every_step=True, digest=unaligned.encode(), facts=facts)
+            agreed = self._vote(failure, held, facts)
             if self._skips(_Fact(agreed) | facts):
                 return attempt.loss
             self.presence.look()
         except BaseException:
             # Who tries again with these gradients must not divide them by the scale twice.
             if attempt.unscaled:
-                _multiply(presentations, amp["grad_scale"])
+                _multiply(presentations, attempt.amp["grad_scale"])
             raise
         self._note_change()
         try:
@@ -111,6 +119,21 @@ class Stepping:
             self._poison.set("step", error)
             raise
         return attempt.loss
+
+    def _vote(self, failure: BaseException | None, held: Mapping[str, str], facts: _Fact) -> int:
+        """Collective. The vote of a step; where ranks differ, what in."""
+        try:
+            return self._consensus.vote("step", failure, every_step=True, digest="\n".join(held).encode(), facts=facts)
+        except RankFailureError as verdict:
+            if not verdict.disagree or verdict.failures or verdict.missing:
+                raise
+            text = differences(self._consensus.scope, held)
+            raise RankFailureError(
+                f"step: gradients differ between ranks in what has to be the same; nothing was stepped:\n{text}\n"
+                "Every rank needs a gradient of the same parameters, placed alike.",
+                operation=verdict.operation,
+                disagree=verdict.disagree,
+            ) from None
 
     def _get_ready(self, outer: torch.optim.Optimizer, presentations: list[Presentation], attempt: _Attempt) -> None:
         """Everything that can fail before the first write; what came of it is in ``attempt`` as far as it went."""
@@ -167,7 +190,7 @@ class Stepping:
     def _inner_calls(self, closure: Closure | None) -> bool:
         """Whether the wrapped optimizer calls the closure; element-wise ones get its gradients."""
         parts = self._inventory.parts
-        if closure is None or all(part.choice.compute == "local" for part in parts):
+        if closure is None or not any(part.presentation.calls_closure for part in parts):
             return False
         if len(parts) > 1:
             raise PresentationError("a closure with several optimizers needs all of them to be element-wise.")
@@ -202,6 +225,12 @@ class Stepping:
                 operation="step",
             )
         return _Fact.OVERFLOW in facts
+
+
+def _must_agree(found: Sequence[Ready]) -> dict[str, str]:
+    """What the step communicates about, in words that have to be the same on every rank."""
+    unaligned = [f"{fqn}: its gradient, placed unlike the parameter" for one in found for fqn in one.unaligned.values()]
+    return dict.fromkeys([*unaligned, *(f"{fqn}: no gradient" for one in found for fqn in one.without)], "yes")
 
 
 def _multiply(presentations: Sequence[Presentation], factor: Tensor) -> None:

@@ -17,7 +17,7 @@ from shardopt.layouts.tracked import Tracked
 from shardopt.naming import Name
 from shardopt.presentation.dtensor import DTensorPresentation
 from shardopt.presentation.inventory import Inventory, Part
-from shardopt.presentation.presentation import Choice
+from shardopt.presentation.choice import Choice
 from tests.support.rules import ELEMENTWISE
 
 OPTIONS: list[dict[str, Any]] = [{}, {"foreach": True}, {"capturable": True}]

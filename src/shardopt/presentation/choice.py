@@ -1,0 +1,136 @@
+"""Which presentation an optimizer gets: what is known of its class, else what a probe finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardopt.errors import PresentationError
+from shardopt.layouts.catalog import spec_of, whole_spec_of, why_never
+from shardopt.layouts.interchange import qualified
+from shardopt.presentation.probe import Finding, probe
+
+__all__ = ["COMPUTE", "Choice", "choose", "qualified_name"]
+
+COMPUTE: tuple[str, ...] = ("auto", "local", "dtensor", "owner", "replicated")
+
+# Cheapest first.
+_SURE = ("local", "owner", "replicated")
+
+
+def qualified_name(inner: torch.optim.Optimizer) -> str:
+    """Module and name of the optimizer's class."""
+    return qualified(type(inner))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which presentation an optimizer gets, and the reason in one sentence.
+
+    Attributes:
+        compute: the presentation's name.
+        reason: why.
+        entries: element-wise entries that the class is known or was seen to keep, where it has no ``ClassSpec``.
+        draws: whether the rule draws random numbers.
+    """
+
+    compute: str
+    reason: str
+    entries: frozenset[str] = frozenset()
+    draws: bool = False
+
+
+def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
+    """Resolves ``compute`` for one inner optimizer.
+
+    Raises:
+        PresentationError: ``compute`` is unknown, the class cannot be wrapped, or what was asked for would not, or is
+            not known to, equal the unsharded run.
+    """
+    label = qualified_name(inner)
+    if compute not in COMPUTE:
+        raise PresentationError(f"compute={compute!r} is unknown; expected one of {', '.join(map(repr, COMPUTE))}.")
+    never = why_never(inner)
+    if never is not None:
+        raise PresentationError(f"{label} cannot be wrapped: {never}")
+    if compute == "dtensor":
+        return Choice("dtensor", "asked for: the rule runs on the DTensors themselves")
+    if spec_of(inner) is not None:
+        return _known_elementwise(label, compute)
+    whole = whole_spec_of(inner)
+    if whole is not None:
+        found = Finding(whole.compute, _WHOLE, None if whole.compute == "owner" else whole.reason, whole.entries)
+        return _decided(label, compute, found, "known")
+    return _probed(inner, label, compute)
+
+
+_WHOLE = "needs whole parameters to update one"
+
+
+def _known_elementwise(label: str, compute: str) -> Choice:
+    if compute in ("auto", "local"):
+        return Choice("local", f"{label} is element-wise: a shard's update needs only the shard")
+    return Choice(compute, f"asked for; {label} is element-wise, so that compute='local' would be right and cheaper")
+
+
+def _probed(inner: torch.optim.Optimizer, label: str, compute: str) -> Choice:
+    try:
+        found = _remembered(inner)
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+        if compute in ("auto", "local"):
+            raise PresentationError(
+                f"{label} could not be tried on small parameters ({why}), so nothing is known of its rule. Pass "
+                "compute='replicated', which is right for every rule that runs unsharded; compute='owner' if it "
+                "updates each parameter by itself; or compute='dtensor' for torch's own dispatch."
+            ) from error
+        return Choice(compute, f"asked for; {label} could not be tried on small parameters ({why})")
+    return _decided(label, compute, found, "tried on small parameters")
+
+
+def _decided(label: str, compute: str, found: Finding, how: str) -> Choice:
+    """The choice, when what is asked for is at least as careful as what was found."""
+    reasons = {
+        "local": f"{label} gives the same bits on parts of tensors as on whole ones, and mixes no elements ({how})",
+        "owner": f"{label} updates each parameter by itself, but not in parts: it {found.why_not} ({how})",
+        "replicated": f"{label} does not update each parameter by itself: it {found.why_not_owner} ({how})",
+    }
+    asked = found.compute if compute == "auto" else compute
+    if _SURE.index(asked) < _SURE.index(found.compute):
+        why = found.why_not if found.compute == "owner" else found.why_not_owner
+        raise PresentationError(
+            f"{label} {why} ({how}), so compute={compute!r} could silently differ from the unsharded run. Pass "
+            f"compute={found.compute!r}, or 'auto'; or compute='dtensor' to run it on the DTensors with torch's own "
+            "dispatch, if its rule supports them."
+        )
+    reason = reasons[found.compute] if asked == found.compute else f"asked for; {reasons[found.compute]}"
+    return Choice(asked, reason, found.entries, found.draws)
+
+
+# Not many: a program has few optimizers.
+_FINDINGS: dict[str, Finding] = {}
+
+
+def _remembered(inner: torch.optim.Optimizer) -> Finding:
+    """What the probe finds, once for each class, options and numbers of dimensions."""
+    key = _signature(inner)
+    if key not in _FINDINGS:
+        _FINDINGS[key] = probe(inner)
+    return _FINDINGS[key]
+
+
+def _signature(inner: torch.optim.Optimizer) -> str:
+    groups = [
+        (sorted({param.dim() for param in group["params"]}), _values(group, ("params", "param_names")))
+        for group in inner.param_groups
+    ]
+    # By the class itself: two of one name may differ.
+    return repr((id(type(inner)), groups, _values(vars(inner), ("state", "param_groups", "defaults"))))
+
+
+def _values(held: Mapping[str, Any], leave_out: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [(key, repr(value)) for key, value in held.items() if key not in leave_out and "hooks" not in key]
+

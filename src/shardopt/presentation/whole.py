@@ -1,0 +1,398 @@
+"""What ``owner`` and ``replicated`` share: the inner optimizer sees whole parameters while it steps, and only then."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardopt.errors import PlacementError, PresentationError
+from shardopt.geometry import Box
+from shardopt.layouts.tracked import Keeping, Tracked
+from shardopt.presentation.ownership import Balance, Holdings, exchange_boxes
+from shardopt.presentation.presentation import Agree, Presentation, Ready
+from shardopt.presentation.transport import Move, Transport
+from shardopt.scope import Scope
+from shardopt.scope.channel import Channel
+from shardopt.torch_compat import gradients_of, local_shard, same_spec, set_gradients, shard_in_place
+
+__all__ = ["Shown", "WholePresentation"]
+
+
+@dataclass(slots=True)
+class Shown:
+    """One parameter, and what stands for it during a step.
+
+    Attributes:
+        item: the parameter.
+        holdings: which ranks hold what of it.
+        owner: the rank that keeps its state, as a place in the scope; None when every rank has its own.
+        leaf: what the inner optimizer sees; without memory between steps.
+        whole: in a step, all of the parameter; the shard itself where that is all of it.
+        gradient: in a step, all of its gradient, if there is one.
+        part: in a step, this rank's part of the gradient.
+    """
+
+    item: Tracked
+    holdings: Holdings
+    owner: int | None
+    leaf: nn.Parameter
+    whole: Tensor | None = None
+    gradient: Tensor | None = None
+    part: Tensor | None = None
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part of the parameter."""
+        return self.item.local.detach()
+
+
+# Plans of exchanges that are kept: one for each set of parameters that had gradients.
+_MOST_ROUTES = 8
+
+
+@dataclass(slots=True)
+class _Routes:
+    """How the parameters of a step travel; the same in each step with the same gradients."""
+
+    there: Transport
+    back: Transport
+
+
+class WholePresentation(Presentation):
+    """Gathers parameters and gradients, whole, on the ranks that update them, and brings the updates back.
+
+    The memory for that is taken before the ranks vote on a step, so that a lack of it is an error like any other.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self._shown: list[Shown] = []
+        self._shards: list[Tensor] = []
+        self._leaf_of: dict[int, Tensor] = {}
+        self._param_of: dict[int, Tensor] = {}
+        self._routes: dict[tuple[Any, ...], _Routes] = {}
+        self._scope = Scope.single()
+        self._channel = Channel(self._scope)
+        self._balance = Balance(1)
+        self._own_plain = False
+        self._agree: Agree = _raise
+        self._has: list[bool] = []
+
+    # What the two differ in.
+
+    @abstractmethod
+    def targets(self, shown: Shown) -> Sequence[int]:
+        """The ranks that update the parameter, as places in the scope."""
+
+    @abstractmethod
+    def keeping(self, shown: Shown) -> Keeping:
+        """Where its state is, seen from this rank."""
+
+    # Construction.
+
+    def join(self, scope: Scope, balance: Balance, *, own_plain: bool, agree: Agree) -> None:
+        """Collective. Takes the ranks, and what of them is shared by all wrapped optimizers."""
+        self._scope = scope
+        self._channel = Channel(scope)
+        self._balance = balance
+        self._own_plain = own_plain
+        self._agree = agree
+
+    def check_new(self, tracked: Sequence[Tracked]) -> None:
+        """Checks that state that already exists is of the whole parameter, or placed like it."""
+        problems: list[str] = []
+        for item in tracked:
+            for entry, value in (self.inner.state.get(item.param) or {}).items():
+                param = item.param
+                if isinstance(value, DTensor):
+                    fits = isinstance(param, DTensor) and value.shape == param.shape and same_spec(value, param)
+                else:
+                    fits = not (isinstance(param, DTensor) and isinstance(value, Tensor) and value.dim())
+                if not fits:
+                    problems.append(
+                        f"{item.fqn}: state {entry!r} of shape {tuple(value.shape)} exists already, and nothing says "
+                        "which part of the parameter's state it is; wrap the optimizer before its first step, and load "
+                        "its state."
+                    )
+        if problems:
+            raise PlacementError("\n".join(problems))
+
+    def described(self, item: Tracked) -> str:
+        """What of a new parameter has to be the same on every rank before ``register`` communicates."""
+        state = self.inner.state.get(item.param) or {}
+        return repr([(entry, isinstance(value, DTensor)) for entry, value in state.items()])
+
+    def register(self, tracked: Sequence[Tracked]) -> None:
+        """Collective, if there are any. Finds out who holds what, and decides who updates which."""
+        super().register(tracked)
+        if not tracked:
+            return
+        shared = [item for item in tracked if not self._is_own(item)]
+        owners = iter(self._balance.assign([Box.whole(item.shape).volume for item in shared]))
+        for item, holdings in zip(tracked, exchange_boxes(tracked, self._scope), strict=True):
+            owner = None if self._is_own(item) else next(owners)
+            leaf = nn.Parameter(item.local.new_empty(0), requires_grad=item.param.requires_grad)
+            shown = Shown(item, holdings, owner, leaf)
+            item.keeping = Keeping.BESIDE_SHARD if owner is None else self.keeping(shown)
+            self._convert_state(item)
+            self._shown.append(shown)
+        self._shards = [shown.item.local for shown in self._shown]
+        self._leaf_of = {id(shown.item.param): shown.leaf for shown in self._shown}
+        self._param_of = {id(shown.leaf): shown.item.param for shown in self._shown}
+        self._routes.clear()
+
+    def _is_own(self, item: Tracked) -> bool:
+        return self._own_plain and not isinstance(item.param, DTensor)
+
+    def _convert_state(self, item: Tracked) -> None:
+        state = self.inner.state.get(item.param) or {}
+        # On every rank, since it communicates; the votes before have shown that all have the same entries.
+        whole = {entry: value.full_tensor() for entry, value in state.items() if isinstance(value, DTensor)}
+        state.update(whole)
+        if item.keeping is Keeping.ELSEWHERE:
+            self.inner.state.pop(item.param, None)
+
+    # Before a step.
+
+    def preflight(self) -> Ready:
+        """Checks parameters and gradients, and takes the memory for whole ones."""
+        self._check_parameters()
+        shards = [shown.item.local for shown in self._shown]
+        if not all(map(is_, shards, self._shards)):
+            self.identity.check()
+            self._shards = shards
+        params = [shown.item.param for shown in self._shown]
+        gradients = gradients_of(params)
+        self._note_missing(params, gradients)
+        ready = Ready()
+        for index, (shown, gradient) in enumerate(zip(self._shown, gradients, strict=True)):
+            shown.part = self._part_of(shown, gradient, index, ready)
+            if gradient is None and shown.owner is not None:
+                ready.without.append(f"{shown.item.fqn}{'' if shown.item.param.requires_grad else ' (frozen)'}")
+        self._has = [gradient is not None for gradient in gradients]
+        self._take_memory(gradients)
+        return ready
+
+    def _part_of(self, shown: Shown, gradient: Tensor | None, index: int, ready: Ready) -> Tensor | None:
+        item, param = shown.item, shown.item.param
+        if gradient is None:
+            return None
+        if gradient.layout != torch.strided:
+            raise PresentationError(f"{item.fqn}: its gradient is {gradient.layout}; whole updates take dense ones.")
+        if gradient.dtype != param.dtype:
+            raise PresentationError(
+                f"{item.fqn}: its gradient is {gradient.dtype} and the parameter {param.dtype}; keep gradients in the "
+                "parameter's dtype."
+            )
+        if not isinstance(param, DTensor):
+            return gradient
+        if not isinstance(gradient, DTensor):
+            raise PresentationError(
+                f"{item.fqn}: the parameter is a DTensor placed {param.placements}, but its gradient is a plain tensor "
+                f"of shape {tuple(gradient.shape)}; assign gradients as DTensors placed like the parameter."
+            )
+        if not same_spec(gradient, param):
+            ready.unaligned[index] = item.fqn
+            return None
+        return local_shard(gradient)
+
+    def _take_memory(self, gradients: Sequence[Tensor | None]) -> None:
+        own = self._scope.index
+        for shown, gradient in zip(self._shown, gradients, strict=True):
+            if shown.owner is not None and (own not in self.targets(shown) or _is_idle(shown, gradient is not None)):
+                continue
+            shard = shown.shard
+            is_all = shown.item.box == Box.whole(shown.item.shape)
+            shown.whole = shard if is_all else shard.new_empty(shown.item.shape)
+            if gradient is not None:
+                # One that is still to be redistributed is copied, wherever it comes from.
+                shown.gradient = shown.part if is_all and shown.part is not None else shard.new_empty(shown.item.shape)
+
+    def release(self) -> None:
+        """Gives the memory of a step back."""
+        for shown in self._shown:
+            shown.whole = shown.gradient = shown.part = None
+            shown.leaf.grad = None
+            shown.leaf.data = shown.item.local.new_empty(0)
+
+    # The step.
+
+    def step(self, ready: Ready, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
+        """Gathers, steps, and once every rank has stepped brings the updates back."""
+        self._align(ready)
+        self._gather()
+        failure: BaseException | None = None
+        result: Any = None
+        try:
+            result = self._update(closure, amp)
+        except BaseException as error:
+            failure = error
+        self._agree("update", failure)
+        self._return()
+        return result
+
+    def _align(self, ready: Ready) -> None:
+        for index in ready.unaligned:
+            # Tensor-parallel replicas arrive as partial sums; the vote has shown that every rank has them.
+            param: Any = self._shown[index].item.param
+            self._shown[index].part = local_shard(param.grad.redistribute(placements=param.placements))
+
+    def _update(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
+        with _Showing(self):
+            return self._run(closure, amp)
+
+    def visible(self) -> list[Shown]:
+        """The parameters that the inner optimizer sees on this rank."""
+        return [shown for shown in self._shown if shown.whole is not None]
+
+    def _gather(self) -> None:
+        """Collective. Fills whole parameters and gradients."""
+        for shown in self.visible():
+            for whole, part in ((shown.whole, shown.shard), (shown.gradient, shown.part)):
+                if whole is not None and part is not None and whole is not part and part.numel():
+                    with torch.no_grad():
+                        _at(whole, shown.item.box).copy_(part)
+
+        def read(move: Move) -> Tensor:
+            shown = self._shown[move.tensor // 2]
+            part = shown.part if move.tensor % 2 else shown.shard
+            assert part is not None  # the ranks have agreed on which parameters have a gradient
+            return part
+
+        def write(move: Move) -> Tensor:
+            shown = self._shown[move.tensor // 2]
+            whole = shown.gradient if move.tensor % 2 else shown.whole
+            assert whole is not None
+            return _at(whole, move.box)
+
+        for device, routes in self._routes_now().items():
+            routes.there.run(read, write, device)
+
+    def _return(self) -> None:
+        """Collective. Brings whole parameters back into the shards."""
+        for shown in self.visible():
+            if shown.whole is not None and shown.shard.numel() and shown.item.box != Box.whole(shown.item.shape):
+                with torch.no_grad():
+                    shown.shard.copy_(_at(shown.whole, shown.item.box))
+
+        def read(move: Move) -> Tensor:
+            whole = self._shown[move.tensor].whole
+            assert whole is not None
+            return _at(whole, move.box)
+
+        for device, routes in self._routes_now().items():
+            routes.back.run(read, lambda move: self._shown[move.tensor].shard, device)
+
+    def _routes_now(self) -> dict[torch.device, _Routes]:
+        """For each device the routes of parameters there. Ranks hold a parameter on devices of one type."""
+        if self._scope.size == 1:
+            return {}
+        on: dict[torch.device, list[int]] = {}
+        for index, shown in enumerate(self._shown):
+            if shown.owner is not None and not _is_idle(shown, self._has[index]):
+                on.setdefault(shown.item.local.device, []).append(index)
+        found: dict[torch.device, _Routes] = {}
+        if len(self._routes) > _MOST_ROUTES:
+            self._routes.clear()
+        for device, indices in sorted(on.items(), key=lambda pair: str(pair[0])):
+            key = (device, *indices, *(self._has[index] for index in indices))
+            if key not in self._routes:
+                self._routes[key] = self._plan(indices)
+            found[device] = self._routes[key]
+        return found
+
+    def _plan(self, indices: Sequence[int]) -> _Routes:
+        there: list[list[Move]] = []
+        back: list[list[Move]] = []
+        for index in indices:
+            shown = self._shown[index]
+            to_whole = list(self._moves_there(shown))
+            there.append([Move(2 * index, *move) for move in to_whole])
+            if self._has[index]:
+                there.append([Move(2 * index + 1, *move) for move in to_whole])
+            back.append([Move(index, *move) for move in self._moves_back(shown)])
+        return _Routes(Transport(there, self._channel), Transport(back, self._channel))
+
+    def _moves_there(self, shown: Shown) -> Iterator[tuple[Box, int, int, int]]:
+        for target in self.targets(shown):
+            for box in shown.holdings.holders:
+                source = shown.holdings.sender(box, target)
+                if source != target:
+                    yield box, source, target, box.volume * shown.item.param.element_size()
+
+    def _moves_back(self, shown: Shown) -> Iterator[tuple[Box, int, int, int]]:
+        targets = self.targets(shown)
+        for box, holders in shown.holdings.holders.items():
+            for holder in holders:
+                if holder not in targets:
+                    yield box, targets[0], holder, box.volume * shown.item.param.element_size()
+
+    def to_state(self, tracked: Tracked, local: Tensor) -> Tensor:
+        """The tensor itself."""
+        return local
+
+
+class _Showing:
+    """For as long as it is entered, the inner optimizer's groups and state hold leaves over whole parameters.
+
+    The lists of the groups stay the same objects: some rules remember one.
+    """
+
+    def __init__(self, presentation: WholePresentation) -> None:
+        self._presentation = presentation
+        self._lists: list[list[Tensor]] = []
+        self._state: Any = None
+
+    def __enter__(self) -> None:
+        one = self._presentation
+        inner, leaf_of = one.inner, one._leaf_of
+        visible = one.visible()
+        for shown in visible:
+            assert shown.whole is not None
+            shown.leaf.data = shown.whole
+        set_gradients([shown.leaf for shown in visible], [shown.gradient for shown in visible])
+        seen = {id(shown.leaf) for shown in visible}
+        self._lists = [list(group["params"]) for group in inner.param_groups]
+        for group in inner.param_groups:
+            leaves = [leaf_of[id(param)] for param in group["params"]]
+            group["params"][:] = [leaf for leaf in leaves if id(leaf) in seen]
+        self._state = inner.state
+        inner.state = _renamed(self._state, leaf_of)
+
+    def __exit__(self, *raised: object) -> None:
+        one = self._presentation
+        inner = one.inner
+        shown, inner.state = inner.state, self._state
+        for group, params in zip(inner.param_groups, self._lists, strict=True):
+            group["params"][:] = params
+        restored = _renamed(shown, one._param_of)
+        self._state.clear()
+        self._state.update(restored)
+
+
+def _renamed(state: Any, names: dict[int, Tensor]) -> defaultdict[Any, Any]:
+    """The same values under other keys; what is not named keeps its own."""
+    return defaultdict(dict, {names.get(id(key), key): value for key, value in state.items()})
+
+
+def _is_idle(shown: Shown, has_gradient: bool) -> bool:
+    """Whether no rule updates it: then it is not shown, and stays where it is."""
+    return not has_gradient and not shown.item.param.requires_grad
+
+
+def _at(whole: Tensor, box: Box) -> Tensor:
+    """The view of a box."""
+    return whole[tuple(slice(start, end) for start, end in zip(box.offset, box.end, strict=True))]
+
+
+def _raise(operation: str, failure: BaseException | None) -> None:
+    if failure is not None:
+        raise failure

@@ -1,0 +1,44 @@
+"""Uneven exchanges of bytes between the ranks of a scope."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch import distributed as dist
+
+from shardopt.scope.scope import Scope
+
+__all__ = ["Channel"]
+
+
+class Channel:
+    """A process group over the scope's ranks: the default one where these are all there are, else one of its own."""
+
+    def __init__(self, scope: Scope) -> None:
+        """Collective over the scope, where it is not the whole world."""
+        self.size = scope.size
+        self.index = scope.index
+        if scope.size == 1:
+            self._group = None
+        elif scope.size == dist.get_world_size():
+            self._group = dist.group.WORLD
+        else:
+            # Only its members come here; the others must not be asked to.
+            self._group = dist.new_group(list(scope.ranks), use_local_synchronization=True)
+
+    def exchange(
+        self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+    ) -> None:
+        """Collective. Sends each rank its part of ``sent`` and receives every rank's part for this one.
+
+        Args:
+            received: uint8, 1-D, as long as all ``received_sizes``; written to.
+            sent: uint8, 1-D, as long as all ``sent_sizes``, on the same device.
+            received_sizes: bytes from each rank, in the scope's order; what that rank sends to this one.
+            sent_sizes: bytes for each rank.
+        """
+        if self._group is not None:
+            dist.all_to_all_single(
+                received, sent, list(received_sizes), list(sent_sizes), group=self._group
+            )
