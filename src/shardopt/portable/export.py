@@ -31,15 +31,19 @@ from shardopt.portable.manifest import (
     WholeEntry,
 )
 from shardopt.portable.packing import pack
+from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
 from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.choice import qualified_name
 from shardopt.version import __version__
 
-__all__ = ["Described", "Export", "assemble", "describe", "digest_replicated", "export", "handle_for", "live_tensors"]
+__all__ = ["DRAWS", "Described", "Export", "assemble", "describe", "digest_replicated", "export", "handle_for", "live_tensors"]
 
 
 _UNMARKED = "0" * 16
+
+DRAWS = "draws"
+"""In the manifest's ``extra``: of each optimizer the seed and the number of steps that its random numbers come from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,7 @@ def assemble(inventory: Inventory, described: Described, elsewhere: Mapping[str,
         groups=tuple(_export_groups(inventory, inventory.groups())),
         parameters={**described.parameters, **elsewhere},
         world_size=inventory.world_size,
-        extra={"mark": _UNMARKED},
+        extra=_extra(inventory),
     )
     digest = hashlib.blake2b(digest_size=16)
     raw = manifest.to_bytes()
@@ -145,6 +149,12 @@ def assemble(inventory: Inventory, described: Described, elsewhere: Mapping[str,
                 digest_replicated(digest, inventory.state_of(tracked))
     handles[MANIFEST_KEY] = BytesHandle.of(raw)
     return Export(handles, manifest, digest.digest(), described.notes)
+
+
+def _extra(inventory: Inventory) -> dict[str, Json]:
+    draws: list[Json] = [None if part.presentation.draws is None else list(part.presentation.draws) for part in inventory.parts]
+    # The mark comes last, where it is looked for.
+    return {DRAWS: draws, "mark": _UNMARKED} if any(draws) else {"mark": _UNMARKED}
 
 
 def export(inventory: Inventory) -> Export:

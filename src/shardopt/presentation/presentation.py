@@ -155,6 +155,14 @@ class Presentation(ABC):
     def step(self, ready: Ready, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
         """Runs the inner update once, with what ``preflight`` found. May communicate, the same calls on every rank."""
 
+    @property
+    def draws(self) -> tuple[int, int] | None:
+        """Of a rule that may draw random numbers: the seed, and how many steps have drawn; saved, and set by a load."""
+        return None
+
+    def set_draws(self, seed: int, num_steps: int) -> None:
+        """Goes on from saved ``draws``."""
+
     def release(self) -> None:
         """Gives back what ``preflight`` took for one step, whatever became of it."""
 

@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+import hashlib
+import json
+import random
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from shardopt.layouts.tracked import Keeping
-from shardopt.presentation.whole import Shown, WholePresentation
+from shardopt.presentation.ownership import Balance
+from shardopt.presentation.presentation import Agree
+from shardopt.presentation.whole import Shown, Showing, WholePresentation
+from shardopt.scope import Scope
 
 __all__ = ["ReplicatedPresentation"]
 
 
 class ReplicatedPresentation(WholePresentation):
-    """Shows every rank all parameters. Right for rules that couple parameters, draw random numbers, or ask for more."""
+    """Shows every rank all parameters. Right for rules that couple parameters, draw random numbers, or call closures.
+
+    Random numbers come from generators that are seeded for each step: by the first rank's ``torch.initial_seed()`` of
+    when the optimizer was wrapped, and the number of steps. So ranks draw the same, and what else draws is not
+    disturbed; the numbers are not those of an unsharded run.
+    """
 
     name: ClassVar[str] = "replicated"
+    calls_closure: ClassVar[bool] = True
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self._seed = 0
+        self._num_steps = 0
+
+    def join(self, scope: Scope, balance: Balance, *, own_plain: bool, agree: Agree) -> None:
+        """Collective. Takes the ranks, and the first one's seed."""
+        super().join(scope, balance, own_plain=own_plain, agree=agree)
+        self._seed = json.loads(scope.exchange("seed", json.dumps(torch.initial_seed()).encode())[0])
+
+    @property
+    def draws(self) -> tuple[int, int]:
+        """What the random numbers of the next step are made of: the seed, and the number of steps before it."""
+        return self._seed, self._num_steps
+
+    def set_draws(self, seed: int, num_steps: int) -> None:
+        """Goes on from saved ``draws``."""
+        self._seed, self._num_steps = seed, num_steps
 
     def targets(self, shown: Shown) -> Sequence[int]:
         """All ranks."""
@@ -23,3 +59,82 @@ class ReplicatedPresentation(WholePresentation):
     def keeping(self, shown: Shown) -> Keeping:
         """On every rank."""
         return Keeping.EVERYWHERE
+
+    def _update(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
+        digest = hashlib.blake2b(f"{self._seed} {self._num_steps}".encode(), digest_size=8).digest()
+        self._num_steps += 1
+        with Showing(self) as showing:
+            between = None if closure is None else lambda: self._call(closure, showing)
+            with _seeded(int.from_bytes(digest), {shown.shard.device for shown in self._shown}) as suspended:
+                return self._run(None if between is None else lambda: suspended(between), amp)
+
+    def _call(self, closure: Callable[[], Any], showing: Showing) -> Any:
+        """Collective. The closure, on the sharded model with what the optimizer has made of it; then its gradients."""
+        failure: BaseException | None = None
+        loss: Any = None
+        showing.__exit__()
+        try:
+            try:
+                self._return()
+                with torch.enable_grad():
+                    loss = closure()
+                ready = self.preflight()
+            except BaseException as error:
+                failure = error
+            self._agree("closure", failure)
+            self._align(ready)
+            self._gather()
+            return self._common(loss)
+        finally:
+            showing.__enter__()
+
+    def _common(self, loss: Any) -> Any:
+        """Collective. The loss, or where ranks have different ones their mean: the rule must see one number."""
+        told = self._scope.exchange("loss", json.dumps(None if loss is None else float(loss)).encode())
+        losses = [json.loads(one) for one in told]
+        if loss is None or all(one == losses[0] for one in losses):
+            return loss
+        mean = sum(losses) / len(losses)
+        return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean
+
+
+@contextmanager
+def _seeded(seed: int, devices: set[torch.device]) -> Generator[Callable[[Callable[[], Any]], Any]]:
+    """Seeds the generators of torch, NumPy and Python, and puts them back.
+
+    Yields:
+        Runs a function with the generators as they were, whose draws count.
+    """
+    indices = [device.index or 0 for device in devices if device.type == "cuda"]
+    outside = _states()
+
+    def suspended(function: Callable[[], Any]) -> Any:
+        nonlocal outside
+        inside = _states()
+        _restore(outside)
+        try:
+            return function()
+        finally:
+            outside = _states()
+            _restore(inside)
+
+    with torch.random.fork_rng(devices=indices):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield suspended
+        finally:
+            np.random.set_state(outside[0])
+            random.setstate(outside[1])
+    torch.set_rng_state(outside[2])
+
+
+def _states() -> tuple[Any, Any, Tensor]:
+    return np.random.get_state(), random.getstate(), torch.get_rng_state()
+
+
+def _restore(states: tuple[Any, Any, Tensor]) -> None:
+    np.random.set_state(states[0])
+    random.setstate(states[1])
+    torch.set_rng_state(states[2])

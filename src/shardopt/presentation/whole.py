@@ -23,7 +23,7 @@ from shardopt.scope import Scope
 from shardopt.scope.channel import Channel
 from shardopt.torch_compat import gradients_of, local_shard, same_spec, set_gradients, shard_in_place
 
-__all__ = ["Shown", "WholePresentation"]
+__all__ = ["Showing", "Shown", "WholePresentation"]
 
 
 @dataclass(slots=True)
@@ -246,7 +246,7 @@ class WholePresentation(Presentation):
             self._shown[index].part = local_shard(param.grad.redistribute(placements=param.placements))
 
     def _update(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
-        with _Showing(self):
+        with Showing(self):
             return self._run(closure, amp)
 
     def visible(self) -> list[Shown]:
@@ -340,7 +340,7 @@ class WholePresentation(Presentation):
         return local
 
 
-class _Showing:
+class Showing:
     """For as long as it is entered, the inner optimizer's groups and state hold leaves over whole parameters.
 
     The lists of the groups stay the same objects: some rules remember one.
@@ -351,7 +351,7 @@ class _Showing:
         self._lists: list[list[Tensor]] = []
         self._state: Any = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Showing:
         one = self._presentation
         inner, leaf_of = one.inner, one._leaf_of
         visible = one.visible()
@@ -366,6 +366,7 @@ class _Showing:
             group["params"][:] = [leaf for leaf in leaves if id(leaf) in seen]
         self._state = inner.state
         inner.state = _renamed(self._state, leaf_of)
+        return self
 
     def __exit__(self, *raised: object) -> None:
         one = self._presentation
