@@ -81,7 +81,7 @@ def train_job(
 def resume_job(
     topology: str, rules: Sequence[WholeRule], compute: str, root: str, weights: Sequence[Mapping[str, Array]]
 ) -> list[Held]:
-    """Loads what ``train_job`` saved with stock ``dcp.load`` into a new optimizer, and trains on: weights at the end."""
+    """Loads what ``train_job`` saved into new optimizers, with stock ``dcp.load``, and trains on: last weights."""
     track = Track(topology)
     found: list[Held] = []
     for index, rule in enumerate(rules):
@@ -95,11 +95,84 @@ def resume_job(
 
 def unsharded(rules: Sequence[WholeRule], dtype: torch.dtype = torch.float32) -> list[tuple[Whole, Whole]]:
     """The same without shards: weights at the save, and at the end."""
-    return [
-        (assemble([middle]), assemble([end])) for middle, end in train_job(None, rules, "", None, dtype)
-    ]
+    return [(assemble([middle]), assemble([end])) for middle, end in train_job(None, rules, "", None, dtype)]
 
 
 def unequal(got: Whole, want: Whole) -> list[str]:
     """Names of weights that are not the same bits."""
     return [key for key in want.arrays if got.arrays[key].tobytes() != want.arrays[key].tobytes()]
+
+
+class FailsOnce(torch.optim.SGD):
+    """Raises in the middle of its second update, where it has a parameter of one row."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        super().step()
+        if self.calls == 2 and any(param.shape == (1, 3) for group in self.param_groups for param in group["params"]):
+            raise ValueError("does not converge")
+
+
+def failing_job(topology: str, root: str) -> tuple[list[str], bool, str, list[str]]:
+    """A rule that fails on one rank alone: errors, whether weights changed, what a save says, and after a load."""
+    track = Track(topology)
+    params = list(track.params.values())
+    optimizer = ShardedStateOptimizer(
+        FailsOnce(params, lr=0.125, momentum=0.9), track.model, compute="owner", vote_timeout=VOTE_TIMEOUT_S
+    )
+    errors: list[str] = []
+    track.train(optimizer, [0])
+    dcp.save({"optim": optimizer}, checkpoint_id=root)
+    before = {fqn: local.clone() for fqn, local in track.locals.items()}
+    for step in (1, 2):
+        track.give_gradients(step)
+        try:
+            optimizer.step()
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    same = all(torch.equal(before[fqn], local) for fqn, local in track.locals.items())
+    try:
+        dcp.save({"optim": optimizer}, checkpoint_id=os.path.join(root, "again"))
+        said = ""
+    except BaseException as error:
+        said = str(error)
+    dcp.load({"optim": optimizer}, checkpoint_id=root)
+    track.train(optimizer, [1])
+    return (
+        errors,
+        same,
+        said,
+        [fqn for fqn, old in before.items() if old.numel() and torch.equal(old, track.locals[fqn])],
+    )
+
+
+def one_sided_job(topology: str, compute: str, fqn: str, rank: int) -> tuple[str, bool, bool]:
+    """A gradient that is missing on one rank alone: the error, whether weights changed, whether the next step works."""
+    track = Track(topology)
+    rule = WholeRule("AdamW", {"lr": 0.125})
+    optimizer = _make(track, rule, compute)
+    track.give_gradients(0)
+    if torch.distributed.get_rank() == rank:
+        track.params[fqn].grad = None
+    before = {name: local.clone() for name, local in track.locals.items()}
+    said = ""
+    try:
+        optimizer.step()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    same = all(torch.equal(before[name], local) for name, local in track.locals.items())
+    track.train(optimizer, [1])
+    moved = not all(torch.equal(before[name], local) for name, local in track.locals.items())
+    return said, same, moved
+
+
+def memory_job(topology: str, rule: WholeRule, steps: int) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Shapes of the leaves between steps, and the rank's number of state tensors: nothing whole is kept but state."""
+    track = Track(topology)
+    optimizer: Any = _make(track, rule, "owner")
+    track.train(optimizer, range(steps))
+    leaves = [tuple(shown.leaf.shape) for part in optimizer._inventory.parts for shown in part.presentation._shown]
+    return leaves, [len(optimizer.state)]

@@ -10,12 +10,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardopt import PresentationError, ShardedStateOptimizer
-from shardopt.layouts.catalog import is_whole_matrix, spec_of
+from shardopt.layouts.catalog import spec_of, why_never
 from tests.support.rules import ELEMENTWISE, NOT_ELEMENTWISE, RULES, Awkward, Rule, groups, state, train, weights
 
 # DCP says so whenever there is no process group, which is the point of a single-process test.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
+WHOLE = {"Adafactor": "owner", "LBFGS": "replicated", "Muon": "owner"}
 EACH_RULE = pytest.mark.parametrize("rule", RULES, ids=str)
 
 
@@ -31,9 +32,13 @@ def test_the_table_holds_all_of_torch_optim() -> None:
         assert spec_of(cls(model.parameters())) is not None
     for name in NOT_ELEMENTWISE:
         inner = getattr(torch.optim, name)(model.parameters())
-        assert is_whole_matrix(inner)
-        with pytest.raises(PresentationError, match="needs whole parameters.*compute='dtensor'"):
-            ShardedStateOptimizer(inner, model)
+        if why_never(inner) is not None:
+            with pytest.raises(PresentationError, match="SparseAdam cannot be wrapped: .*use Adam"):
+                ShardedStateOptimizer(inner, model)
+            continue
+        assert ShardedStateOptimizer(inner, model).explain().startswith(f"{name}: compute={WHOLE[name]!r}")
+        with pytest.raises(PresentationError, match=rf"{name} (needs|keeps) .*compute='{WHOLE[name]}', or"):
+            ShardedStateOptimizer(inner, model, compute="local")
 
 
 @EACH_RULE

@@ -260,7 +260,7 @@ def test_whole_values_do_not_load_into_a_sharded_parameter(mesh: DeviceMesh, tmp
     source, _ = stepped(tensors)
     dcp.save({"optim": source}, checkpoint_id=tmp_path)
     optimizer = wrap(sharded(mesh), dtensor_state)
-    with pytest.raises(LoadError, match="weight: its whole values were saved from an unsharded parameter; nothing"):
+    with pytest.raises(LoadError, match="weight: its whole values were saved from a parameter that was whole; nothing"):
         optimizer.prepare_load(tmp_path)
 
 

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ClassSpec", "WholeSpec", "classes_like", "defaults_of", "spec_of", "whole_spec_of", "why_never", "why_refused"]
+__all__ = [
+    "ClassSpec",
+    "WholeSpec",
+    "classes_like",
+    "defaults_of",
+    "spec_of",
+    "whole_spec_of",
+    "why_never",
+    "why_refused",
+]
 
 Group = Mapping[str, Any]
 
@@ -85,6 +94,7 @@ _ELEMENTWISE: dict[type[torch.optim.Optimizer], ClassSpec] = {
     torch.optim.Rprop: ClassSpec(entries=_always("prev", "step_size")),
     torch.optim.SGD: ClassSpec(entries=_sgd, scalars=(), optional=("momentum_buffer",)),
 }
+
 
 @dataclass(frozen=True, slots=True)
 class WholeSpec:

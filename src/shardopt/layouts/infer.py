@@ -66,7 +66,7 @@ def infer(tracked: Tracked, entry: str, value: Any, *, elementwise: bool) -> Lay
         return _infer_tensor(tracked, entry, value, elementwise)
     if not _holds_tensor(value):
         return Value(value)
-    if not tracked.has_whole_state:
+    if isinstance(tracked.param, DTensor) and not tracked.has_whole_state:
         raise PlacementError(
             f"{tracked.fqn}: state {entry!r} is a {type(value).__name__} that holds tensors; nothing says how they are "
             f"sharded over {tracked.param.placements}. Keep such state as DTensors placed like the parameter."
@@ -76,7 +76,12 @@ def infer(tracked: Tracked, entry: str, value: Any, *, elementwise: bool) -> Lay
 
 def _infer_dtensor(tracked: Tracked, entry: str, value: DTensor) -> Layout:
     param = tracked.param
-    if isinstance(param, DTensor) and not tracked.has_whole_state and tuple(value.shape) == tracked.shape and same_spec(value, param):
+    if (
+        isinstance(param, DTensor)
+        and not tracked.has_whole_state
+        and tuple(value.shape) == tracked.shape
+        and same_spec(value, param)
+    ):
         return Elementwise(local_shard(value))
     where = param.placements if isinstance(param, DTensor) else "not sharded"
     raise PlacementError(
@@ -100,7 +105,7 @@ def _infer_tensor(tracked: Tracked, entry: str, value: Tensor, elementwise: bool
         )
     if shape == ():
         return Value(value)
-    if tracked.has_whole_state:
+    if not isinstance(tracked.param, DTensor) or tracked.has_whole_state:
         return Whole(value)
     hint = " That is the parameter's global shape: it was made on every rank in full." * (shape == tracked.shape)
     raise PlacementError(

@@ -33,11 +33,21 @@ from shardopt.portable.manifest import (
 from shardopt.portable.packing import pack
 from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
-from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.choice import qualified_name
+from shardopt.presentation.inventory import Inventory
 from shardopt.version import __version__
 
-__all__ = ["DRAWS", "Described", "Export", "assemble", "describe", "digest_replicated", "export", "handle_for", "live_tensors"]
+__all__ = [
+    "DRAWS",
+    "Described",
+    "Export",
+    "assemble",
+    "describe",
+    "digest_replicated",
+    "export",
+    "handle_for",
+    "live_tensors",
+]
 
 
 _UNMARKED = "0" * 16
@@ -152,7 +162,9 @@ def assemble(inventory: Inventory, described: Described, elsewhere: Mapping[str,
 
 
 def _extra(inventory: Inventory) -> dict[str, Json]:
-    draws: list[Json] = [None if part.presentation.draws is None else list(part.presentation.draws) for part in inventory.parts]
+    draws: list[Json] = [
+        None if part.presentation.draws is None else list(part.presentation.draws) for part in inventory.parts
+    ]
     # The mark comes last, where it is looked for.
     return {DRAWS: draws, "mark": _UNMARKED} if any(draws) else {"mark": _UNMARKED}
 
@@ -162,9 +174,7 @@ def export(inventory: Inventory) -> Export:
     return assemble(inventory, describe(inventory), {})
 
 
-def _put_elsewhere(
-    tracked: Tracked, inventory: Inventory, record: ParameterRecord, handles: dict[str, Handle]
-) -> None:
+def _put_elsewhere(tracked: Tracked, inventory: Inventory, record: ParameterRecord, handles: dict[str, Handle]) -> None:
     for name, entry in record.entries.items():
         if isinstance(entry, (ElementwiseEntry, AbsentEntry)):
             dtype = dtype_from_name(entry.dtype, tracked.fqn) if isinstance(entry, ElementwiseEntry) else None

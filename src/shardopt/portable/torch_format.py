@@ -14,7 +14,6 @@ from operator import le
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from shardopt.errors import LoadError, PlacementError

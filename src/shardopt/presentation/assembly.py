@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from shardopt.errors import PlacementError, ScopeError
 from shardopt.layouts.tracked import Tracked, check_device, track
 from shardopt.naming import Name, name_parameters
+from shardopt.presentation.choice import choose
 from shardopt.presentation.dtensor import DTensorPresentation
 from shardopt.presentation.inventory import Inventory, Part
 from shardopt.presentation.local import LocalPresentation
 from shardopt.presentation.owner import OwnerPresentation
-from shardopt.presentation.choice import choose
 from shardopt.presentation.presentation import Presentation
 from shardopt.presentation.replicated import ReplicatedPresentation
 from shardopt.scope import Scope, ranks_of

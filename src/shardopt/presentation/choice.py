@@ -133,4 +133,3 @@ def _signature(inner: torch.optim.Optimizer) -> str:
 
 def _values(held: Mapping[str, Any], leave_out: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(key, repr(value)) for key, value in held.items() if key not in leave_out and "hooks" not in key]
-

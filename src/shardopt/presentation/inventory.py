@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from shardopt.errors import NamingError, PlacementError
 from shardopt.layouts.catalog import spec_of
 from shardopt.layouts.tracked import Tracked
-from shardopt.presentation.identity import Identity
 from shardopt.presentation.choice import Choice
+from shardopt.presentation.identity import Identity
 from shardopt.presentation.presentation import Presentation
 from shardopt.presentation.side_storage import side_storage
 

@@ -76,6 +76,7 @@ class Presentation(ABC):
             own_plain: whether parameters that are not sharded are each rank's own.
             agree: a vote within a step.
         """
+        return None
 
     def described(self, item: Tracked) -> str:
         """What of a new parameter has to be the same on every rank, because ``register`` communicates."""
@@ -162,9 +163,11 @@ class Presentation(ABC):
 
     def set_draws(self, seed: int, num_steps: int) -> None:
         """Goes on from saved ``draws``."""
+        return None
 
     def release(self) -> None:
         """Gives back what ``preflight`` took for one step, whatever became of it."""
+        return None
 
     @abstractmethod
     def to_state(self, tracked: Tracked, local: Tensor) -> Tensor:

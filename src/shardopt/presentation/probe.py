@@ -106,7 +106,7 @@ class _Probe:
                 why_not_owner = found and f"couples parameters: with {name} gradients parameters alone {found}"
         if why_not_owner is not None:
             return Finding("replicated", why_not or why_not_owner, why_not_owner, frozenset(entries))
-        mixing = [] if why_not else self._audit(everything)
+        mixing: list[str] = [] if why_not else self._audit(everything)
         if mixing:
             why_not = f"uses {', '.join(mixing[:5])}, which can mix elements"
         return Finding("owner" if why_not else "local", why_not, None, frozenset(entries))
@@ -162,20 +162,9 @@ class _Probe:
                 runs = [self._run(parts, regime) for parts in ranks]
             except Exception as error:
                 return f"raise {type(error).__name__}: {str(error)[:120]}"
-            for step in range(NUM_STEPS):
-                for run in runs:
-                    for part, got in zip(run.parts, run.history[step], strict=True):
-                        if not _same(got, part.of(whole.history[step][part.index])):
-                            return f"get other bits than the whole at step {step + 1}"
-            for run in runs:
-                for part, state in zip(run.parts, run.states, strict=True):
-                    entry = _unlike(part, state, whole.states[part.index])
-                    if entry is not None:
-                        return f"keep a state {entry!r} that is no part of the whole one's"
-                for group, other in zip(run.groups, whole.groups, strict=True):
-                    name = _unlike(_Part(0), group, other)
-                    if name is not None:
-                        return f"have another value of {name!r} in their groups"
+            found = next(filter(None, (_first_difference(run, whole) for run in runs)), None)
+            if found is not None:
+                return found
         return None
 
     def _run(self, parts: Sequence[_Part], regime: _Regime) -> _Run:
@@ -187,7 +176,9 @@ class _Probe:
         for step in range(NUM_STEPS):
             self._step(optimizer, parts, params, regime, step)
             history.append([param.detach().clone() for param in params])
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        groups: list[Mapping[str, Any]] = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
         states = [optimizer.state.get(param) or {} for param in params]
         return _Run(list(parts), history, states, groups, drew=before != _random_states())
 
@@ -257,6 +248,23 @@ class _Run:
                 if value.dim() and isinstance(entry, Tensor):
                     shaped[name] = shaped.get(name, True) and entry.shape == value.shape
         return {name for name, all_are in shaped.items() if all_are}
+
+
+def _first_difference(run: _Run, whole: _Run) -> str | None:
+    """What a run of parts has other than the run of whole parameters, in words; None for nothing."""
+    for step, values in enumerate(run.history):
+        for part, got in zip(run.parts, values, strict=True):
+            if not _same(got, part.of(whole.history[step][part.index])):
+                return f"get other bits than the whole at step {step + 1}"
+    for part, state in zip(run.parts, run.states, strict=True):
+        entry = _unlike(part, state, whole.states[part.index])
+        if entry is not None:
+            return f"keep a state {entry!r} that is no part of the whole one's"
+    for group, other in zip(run.groups, whole.groups, strict=True):
+        name = _unlike(_Part(0), group, other)
+        if name is not None:
+            return f"have another value of {name!r} in their groups"
+    return None
 
 
 def _unlike(part: _Part, state: Mapping[str, Any], whole: Mapping[str, Any]) -> str | None:

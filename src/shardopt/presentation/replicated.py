@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shardopt.layouts.tracked import Keeping
 from shardopt.presentation.ownership import Balance
-from shardopt.presentation.presentation import Agree
-from shardopt.presentation.whole import Shown, Showing, WholePresentation
+from shardopt.presentation.presentation import Agree, Ready
+from shardopt.presentation.whole import Showing, Shown, WholePresentation
 from shardopt.scope import Scope
 
 __all__ = ["ReplicatedPresentation"]
@@ -65,13 +65,14 @@ class ReplicatedPresentation(WholePresentation):
         self._num_steps += 1
         with Showing(self) as showing:
             between = None if closure is None else lambda: self._call(closure, showing)
-            with _seeded(int.from_bytes(digest), {shown.shard.device for shown in self._shown}) as suspended:
+            with _seeded(int.from_bytes(digest, "little"), {shown.shard.device for shown in self._shown}) as suspended:
                 return self._run(None if between is None else lambda: suspended(between), amp)
 
     def _call(self, closure: Callable[[], Any], showing: Showing) -> Any:
         """Collective. The closure, on the sharded model with what the optimizer has made of it; then its gradients."""
         failure: BaseException | None = None
         loss: Any = None
+        ready = Ready()
         showing.__exit__()
         try:
             try:

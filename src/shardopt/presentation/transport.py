@@ -73,9 +73,7 @@ class Transport:
         """
         self._channel = channel
         self._buckets = [self._bucket(some) for some in _bounded(moves, channel.size, max_bytes)]
-        self.num_buffer_bytes = max(
-            (sum(one.sent_sizes) + sum(one.received_sizes) for one in self._buckets), default=0
-        )
+        self.num_buffer_bytes = max((sum(one.sent_sizes) + sum(one.received_sizes) for one in self._buckets), default=0)
 
     def _bucket(self, moves: Sequence[Move]) -> _Bucket:
         own, ranks = self._channel.index, range(self._channel.size)
@@ -92,9 +90,7 @@ class Transport:
         return bucket
 
     @torch.no_grad()
-    def run(
-        self, read: Callable[[Move], Tensor], write: Callable[[Move], Tensor], device: torch.device
-    ) -> None:
+    def run(self, read: Callable[[Move], Tensor], write: Callable[[Move], Tensor], device: torch.device) -> None:
         """Collective. Moves everything.
 
         Args:
@@ -131,7 +127,8 @@ def _bounded(moves: Iterable[Sequence[Move]], num_ranks: int, max_bytes: int) ->
             added[move.target] += move.room
         if together and max(map(sum, zip(loads, added, strict=True))) > max_bytes:
             yield together
-            together, loads = [], [0] * num_ranks
+            together = list[Move]()
+            loads = [0] * num_ranks
         together += some
         loads = [load + more for load, more in zip(loads, added, strict=True)]
     if together:

@@ -21,7 +21,7 @@ from shardopt.presentation.presentation import Agree, Presentation, Ready
 from shardopt.presentation.transport import Move, Transport
 from shardopt.scope import Scope
 from shardopt.scope.channel import Channel
-from shardopt.torch_compat import gradients_of, local_shard, same_spec, set_gradients, shard_in_place
+from shardopt.torch_compat import gradients_of, local_shard, same_spec, set_gradients
 
 __all__ = ["Showing", "Shown", "WholePresentation"]
 

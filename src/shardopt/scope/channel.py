@@ -19,13 +19,16 @@ class Channel:
         """Collective over the scope, where it is not the whole world."""
         self.size = scope.size
         self.index = scope.index
+        self._group: dist.ProcessGroup | None = None
         if scope.size == 1:
-            self._group = None
-        elif scope.size == dist.get_world_size():
+            return
+        if scope.size == dist.get_world_size():
             self._group = dist.group.WORLD
         else:
             # Only its members come here; the others must not be asked to.
-            self._group = dist.new_group(list(scope.ranks), use_local_synchronization=True)
+            made = dist.new_group(list(scope.ranks), use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)  # others get a number, and are not here
+            self._group = made
 
     def exchange(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
@@ -39,6 +42,4 @@ class Channel:
             sent_sizes: bytes for each rank.
         """
         if self._group is not None:
-            dist.all_to_all_single(
-                received, sent, list(received_sizes), list(sent_sizes), group=self._group
-            )
+            dist.all_to_all_single(received, sent, list(received_sizes), list(sent_sizes), group=self._group)

@@ -74,21 +74,20 @@ def construct(
     held: dict[str, str] = {} if failure else _described(parts, tracked, {"consensus": mode, "plain": plain})
     _vote(scope, failure, held)
     consensus = Consensus(mode, scope)
-    balance = Balance(scope.size)
-    for part in parts:
-        part.presentation.join(
-            scope,
-            balance,
-            own_plain=own is not None,
-            agree=lambda operation, problem: _agree(consensus, operation, problem),
-        )
+    _join(inventory, consensus)
     inventory.add(tracked)
     return inventory, consensus
 
 
-def _agree(consensus: Consensus, operation: str, problem: BaseException | None) -> None:
-    """Collective, where steps are voted on. The vote of a presentation that communicates within a step."""
-    consensus.vote(operation, problem, every_step=True)
+def _join(inventory: Inventory, consensus: Consensus) -> None:
+    """Collective. Gives the presentations their ranks."""
+
+    def agree(operation: str, problem: BaseException | None) -> None:
+        consensus.vote(operation, problem, every_step=True)
+
+    balance = Balance(consensus.scope.size)
+    for part in inventory.parts:
+        part.presentation.join(consensus.scope, balance, own_plain=inventory.own_index is not None, agree=agree)
 
 
 def _listed(given: Any, kind: type, name: str) -> list[Any]:

@@ -21,8 +21,8 @@ from shardopt.portable.packing import unpack
 from shardopt.portable.scratch import Scratch
 from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
-from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.choice import qualified_name
+from shardopt.presentation.inventory import Inventory
 from shardopt.staging.finite import find_non_finite_in
 from shardopt.staging.options import LoadOptions
 from shardopt.staging.report import Report

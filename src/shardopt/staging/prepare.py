@@ -26,9 +26,9 @@ from shardopt.portable.keys import MANIFEST_KEY, state_key
 from shardopt.portable.manifest import Manifest, ParameterRecord
 from shardopt.portable.manifest_reader import read_manifest
 from shardopt.portable.matching import Match, match_names
+from shardopt.presentation.choice import qualified_name
 from shardopt.presentation.inventory import Inventory
 from shardopt.presentation.presentation import Presentation
-from shardopt.presentation.choice import qualified_name
 from shardopt.staging.filling import overlapping, sharing_memory
 from shardopt.staging.groups import NOT_VALUES, GroupPlan, SavedGroup, plan_groups
 from shardopt.staging.options import EXACT, LoadOptions

@@ -15,9 +15,9 @@ from shardopt import PlacementError, ShardedStateOptimizer
 from shardopt.geometry import Box
 from shardopt.layouts.tracked import Tracked
 from shardopt.naming import Name
+from shardopt.presentation.choice import Choice
 from shardopt.presentation.dtensor import DTensorPresentation
 from shardopt.presentation.inventory import Inventory, Part
-from shardopt.presentation.choice import Choice
 from tests.support.rules import ELEMENTWISE
 
 OPTIONS: list[dict[str, Any]] = [{}, {"foreach": True}, {"capturable": True}]

@@ -109,9 +109,9 @@ def test_torchs_own_element_wise_rules_are_found_to_be_that(cls: Any) -> None:
     [
         (normed, "with given gradients parts of parameters get other bits than the whole at step 1"),
         (late, "get other bits than the whole at step 12"),
-        (unseen, "it uses mean, which can mix elements"),
+        (unseen, "uses mean, which can mix elements"),
         (sized, "get other bits than the whole"),
-        (noisy, "it draws random numbers"),
+        (noisy, "draws random numbers"),
         (listed, "keep a state 'listed' that is no part"),
         (hoarding, "parts of parameters keep a state 'norm' that is no part of the whole one's"),
         (by_row, "get other bits than the whole at step 1"),
@@ -134,8 +134,11 @@ def test_an_element_wise_rule_of_a_users_own_is_wrapped_as_such() -> None:
     optimizer = ShardedStateOptimizer(Rule(params.parameters(), sign), params)
     assert "compute='local' because" in optimizer.explain()
     assert "gives the same bits on parts of tensors as on whole ones" in optimizer.explain()
-    with pytest.raises(PresentationError, match=r"is not element-wise \(with given gradients parts.*compute='dtensor'"):
-        ShardedStateOptimizer(Rule(params.parameters(), normed), params)
+    with pytest.raises(PresentationError, match=r"is not element-wise: with given gradients parts.*compute='owner'"):
+        ShardedStateOptimizer(Rule(params.parameters(), normed), params, compute="local")
+    whole = ShardedStateOptimizer(Rule(params.parameters(), normed), params)
+    assert "compute='owner' because" in whole.explain()
+    assert "not in parts: it is not element-wise: with given gradients parts" in whole.explain()
 
 
 def test_a_rule_that_cannot_be_tried_is_refused_with_what_it_raises() -> None:
