@@ -363,6 +363,8 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
 
     def _loaded(self, failure: BaseException | None) -> None:
         self._changes += 1
+        for part in self._inventory.parts:
+            part.presentation.state_changed()
         self._poison.reason = None
         if failure is not None:
             self._poison.set("load", failure)

@@ -13,7 +13,10 @@ from tests.ranks.topologies import TOPOLOGIES
 from tests.ranks.trajectories import Whole, assemble
 from tests.ranks.whole_runs import (
     WholeRule,
+    differing_job,
+    failing_closure_job,
     failing_job,
+    loss_job,
     memory_job,
     one_sided_job,
     resume_job,
@@ -158,8 +161,27 @@ def test_a_gradient_that_one_rank_lacks_is_named_and_nothing_is_stepped(ranks: R
         assert moved
 
 
-def test_nothing_whole_is_kept_between_steps_but_state(ranks: RankPool) -> None:
-    held = ranks.run(2, memory_job, "fsdp2", WholeRule("AdamW", {"lr": 0.1}), 2)
+@pytest.mark.parametrize("compute", ["owner", "replicated"])
+def test_nothing_whole_is_kept_between_steps_and_state_only_once(ranks: RankPool, compute: str) -> None:
+    held = ranks.run(2, memory_job, "fsdp2", WholeRule("AdamW", {"lr": 0.1}), compute, 2)
     assert all(shape == (0,) for leaves, _ in held for shape in leaves)
     assert sum(count for _, (count,) in held) == 6
     assert all(count for _, (count,) in held)
+
+
+def test_ranks_that_compute_different_updates_are_told_and_nothing_is_changed(ranks: RankPool) -> None:
+    for said, same in ranks.run(2, differing_job, "fsdp2"):
+        assert said.startswith("RankFailureError: update: ByRank has made different parameters of the same numbers")
+        assert same
+
+
+def test_a_rule_sees_the_mean_of_the_losses_of_all_ranks(ranks: RankPool) -> None:
+    assert ranks.run(3, loss_job, "fsdp3") == [(3.0, 3.0)] * 3
+
+
+def test_a_closure_that_fails_on_one_rank_fails_on_all_and_the_group_works_on(ranks: RankPool) -> None:
+    outcomes = ranks.run(3, failing_closure_job, "fsdp3", 1)
+    for said, _, works in outcomes:
+        assert "failed on rank 1" in said
+        assert "no more data" in said
+        assert works

@@ -169,10 +169,85 @@ def one_sided_job(topology: str, compute: str, fqn: str, rank: int) -> tuple[str
     return said, same, moved
 
 
-def memory_job(topology: str, rule: WholeRule, steps: int) -> tuple[list[tuple[int, ...]], list[int]]:
+def memory_job(topology: str, rule: WholeRule, compute: str, steps: int) -> tuple[list[tuple[int, ...]], list[int]]:
     """Shapes of the leaves between steps, and the rank's number of state tensors: nothing whole is kept but state."""
     track = Track(topology)
-    optimizer: Any = _make(track, rule, "owner")
+    optimizer: Any = _make(track, rule, compute)
     track.train(optimizer, range(steps))
     leaves = [tuple(shown.leaf.shape) for part in optimizer._inventory.parts for shown in part.presentation._shown]
     return leaves, [len(optimizer.state)]
+
+
+class ByRank(torch.optim.SGD):
+    """Updates by the rank's number."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(torch.distributed.get_rank() + 1.0)
+
+
+def differing_job(topology: str) -> tuple[str, bool]:
+    """A rule that gives other results on other ranks: the error, and whether weights are as they were."""
+    track = Track(topology)
+    optimizer = ShardedStateOptimizer(
+        ByRank(list(track.params.values()), lr=0.125), track.model, compute="replicated", vote_timeout=VOTE_TIMEOUT_S
+    )
+    before = {name: local.clone() for name, local in track.locals.items()}
+    said = ""
+    try:
+        track.train(optimizer, [0])
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, all(torch.equal(before[name], local) for name, local in track.locals.items())
+
+
+class SeesLoss(torch.optim.SGD):
+    """Keeps the loss that its closure returns."""
+
+    seen = 0.0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.seen = float(closure())
+        return self.seen
+
+
+def loss_job(topology: str) -> tuple[float, float]:
+    """Ranks whose closures return different losses: what the rule has seen, and what the step returns."""
+    track = Track(topology)
+    inner = SeesLoss(list(track.params.values()), lr=0.125)
+    optimizer: Any = ShardedStateOptimizer(inner, track.model, compute="replicated", vote_timeout=VOTE_TIMEOUT_S)
+
+    def closure() -> Tensor:
+        track.give_gradients(0)
+        return torch.tensor(2.0 + torch.distributed.get_rank())
+
+    return float(optimizer.step(closure)), inner.seen
+
+
+def failing_closure_job(topology: str, rank: int) -> tuple[str, str, bool]:
+    """A closure that fails on one rank in its second call: error, its cause, and whether the group works on."""
+    track = Track(topology)
+    params = [param for fqn, param in track.params.items() if fqn != "odd.idle"]
+    inner = torch.optim.LBFGS(params, max_iter=4, line_search_fn="strong_wolfe")
+    optimizer: Any = ShardedStateOptimizer(inner, track.model, vote_timeout=VOTE_TIMEOUT_S)
+    calls = 0
+
+    def closure() -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and torch.distributed.get_rank() == rank:
+            raise ValueError("no more data")
+        track.give_gradients(calls)
+        return 1.0
+
+    said, cause = "", ""
+    try:
+        optimizer.step(closure)
+    except Exception as error:
+        said, cause = f"{type(error).__name__}: {error}", str(error.__cause__)
+    number = torch.ones(())
+    torch.distributed.all_reduce(number)
+    return said, cause, float(number) == torch.distributed.get_world_size()

@@ -65,7 +65,7 @@ class Inventory:
     @property
     def is_spread(self) -> bool:
         """Whether some state is kept by one rank alone: then no rank can describe all of it."""
-        return self.world_size > 1 and any(part.choice.compute == "owner" for part in self.parts)
+        return self.world_size > 1 and any(part.choice.compute in ("owner", "replicated") for part in self.parts)
 
     def check(self, tracked: Sequence[Tracked]) -> None:
         """Checks that parameters can be added; changes nothing.

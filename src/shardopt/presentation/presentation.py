@@ -21,7 +21,7 @@ from shardopt.torch_compat import gradients_of, local_shard, raw_step
 
 __all__ = ["Agree", "Presentation", "Ready", "amp_scale", "drop_amp_scale"]
 
-Agree = Callable[[str, "BaseException | None"], None]
+Agree = Callable[[str, "BaseException | None", bytes], None]
 
 # In C, since it is read for every plain parameter in every step.
 _kind_of: Callable[[Tensor], tuple[Any, ...]] = attrgetter("dtype", "shape", "device")
@@ -163,6 +163,10 @@ class Presentation(ABC):
 
     def set_draws(self, seed: int, num_steps: int) -> None:
         """Goes on from saved ``draws``."""
+        return None
+
+    def state_changed(self) -> None:
+        """Notes that a load has changed the state."""
         return None
 
     def release(self) -> None:

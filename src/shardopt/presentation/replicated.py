@@ -13,17 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardopt.errors import RankFailureError
 from shardopt.layouts.tracked import Keeping
 from shardopt.presentation.ownership import Balance
 from shardopt.presentation.presentation import Agree, Ready
-from shardopt.presentation.whole import Showing, Shown, WholePresentation
+from shardopt.presentation.showing import Showing
+from shardopt.presentation.stowage import Stowage, Stowed
+from shardopt.presentation.whole import Shown, WholePresentation
 from shardopt.scope import Scope
 
 __all__ = ["ReplicatedPresentation"]
 
 
 class ReplicatedPresentation(WholePresentation):
-    """Shows every rank all parameters. Right for rules that couple parameters, draw random numbers, or call closures.
+    """Shows every rank all parameters. Right for rules that couple parameters, draw, or call closures.
 
     Random numbers come from generators that are seeded for each step: by the first rank's ``torch.initial_seed()`` of
     when the optimizer was wrapped, and the number of steps. So ranks draw the same, and what else draws is not
@@ -37,10 +40,14 @@ class ReplicatedPresentation(WholePresentation):
         super().__init__(inner)
         self._seed = 0
         self._num_steps = 0
+        self._stowage = Stowage(self._scope, self._channel)
+        # By the parameter's id: what state looks like that another rank keeps.
+        self._forms: dict[int, Any] = {}
 
     def join(self, scope: Scope, balance: Balance, *, own_plain: bool, agree: Agree) -> None:
         """Collective. Takes the ranks, and the first one's seed."""
         super().join(scope, balance, own_plain=own_plain, agree=agree)
+        self._stowage = Stowage(scope, self._channel)
         self._seed = json.loads(scope.exchange("seed", json.dumps(torch.initial_seed()).encode())[0])
 
     @property
@@ -52,18 +59,74 @@ class ReplicatedPresentation(WholePresentation):
         """Goes on from saved ``draws``."""
         self._seed, self._num_steps = seed, num_steps
 
+    def state_changed(self) -> None:
+        """The owners tell the form of their state anew in the next step."""
+        self._stowage.forget()
+
     def targets(self, shown: Shown) -> Sequence[int]:
         """All ranks."""
         return () if shown.owner is None else range(self._scope.size)
 
     def keeping(self, shown: Shown) -> Keeping:
-        """On every rank."""
-        return Keeping.EVERYWHERE
+        """Between steps on one rank alone."""
+        return Keeping.HERE if shown.owner == self._scope.index else Keeping.ELSEWHERE
+
+    def step(self, ready: Ready, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
+        """As ``owner`` does, with the state of all parameters lent to every rank."""
+        self._fetch_state()
+        try:
+            return super().step(ready, closure, amp)
+        finally:
+            self._put_state_away()
+
+    def _shared(self) -> list[Shown]:
+        return [shown for shown in self._shown if shown.owner is not None] if self._scope.size > 1 else []
+
+    def _fetch_state(self) -> None:
+        """Collective."""
+        shared = self._shared()
+        stowed: list[Stowed] = []
+        for shown in shared:
+            here = shown.owner == self._scope.index
+            state = self.inner.state.get(shown.item.param) if here else self._forms.get(id(shown.item.param))
+            stowed.append(Stowed(shown.owner or 0, state or None))
+        if shared:
+            self._stowage.fetch(stowed, shared[0].item.local.device)
+        for shown, one in zip(shared, stowed, strict=True):
+            if one.owner != self._scope.index and one.state is not None:
+                self.inner.state[shown.item.param] = one.state
+
+    def _put_state_away(self) -> None:
+        for shown in self._shared():
+            if shown.owner != self._scope.index:
+                one = Stowed(shown.owner or 0, self.inner.state.pop(shown.item.param, None))
+                self._stowage.put_away(one)
+                self._forms[id(shown.item.param)] = one.state
+
+    def _digest(self) -> bytes:
+        """Of the updated parameters, which every rank has computed from the same numbers."""
+        sums = [_sum_of_bits(shown.whole) for shown in self._shared() if shown.whole is not None]
+        return torch.stack(sums).cpu().numpy().tobytes() if sums else b""
+
+    def _agree_on_update(self, failure: BaseException | None) -> None:
+        """Collective."""
+        try:
+            self._agree("update", failure, b"" if failure else self._digest())
+        except RankFailureError as verdict:
+            if not verdict.disagree or verdict.failures or verdict.missing:
+                raise
+            raise RankFailureError(
+                f"update: {type(self.inner).__name__} has made different parameters of the same numbers on "
+                f"{len(verdict.disagree)} groups of ranks ({', '.join(map(str, verdict.disagree.values()))}): its rule "
+                "depends on something that differs between ranks. Nothing was brought back into the model.",
+                operation=verdict.operation,
+                disagree=verdict.disagree,
+            ) from None
 
     def _update(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
         digest = hashlib.blake2b(f"{self._seed} {self._num_steps}".encode(), digest_size=8).digest()
         self._num_steps += 1
-        with Showing(self) as showing:
+        with self.showing() as showing:
             between = None if closure is None else lambda: self._call(closure, showing)
             with _seeded(int.from_bytes(digest, "little"), {shown.shard.device for shown in self._shown}) as suspended:
                 return self._run(None if between is None else lambda: suspended(between), amp)
@@ -82,7 +145,7 @@ class ReplicatedPresentation(WholePresentation):
                 ready = self.preflight()
             except BaseException as error:
                 failure = error
-            self._agree("closure", failure)
+            self._agree("closure", failure, b"")
             self._align(ready)
             self._gather()
             return self._common(loss)
@@ -97,6 +160,12 @@ class ReplicatedPresentation(WholePresentation):
             return loss
         mean = sum(losses) / len(losses)
         return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """A number that differs where tensors do, nearly always: one pass, and in any order the same."""
+    wide = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size(), torch.uint8)
+    return tensor.detach().contiguous().reshape(-1).view(wide).sum(dtype=torch.int64)
 
 
 @contextmanager

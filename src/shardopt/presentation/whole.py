@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -18,12 +17,13 @@ from shardopt.geometry import Box
 from shardopt.layouts.tracked import Keeping, Tracked
 from shardopt.presentation.ownership import Balance, Holdings, exchange_boxes
 from shardopt.presentation.presentation import Agree, Presentation, Ready
+from shardopt.presentation.showing import Showing
 from shardopt.presentation.transport import Move, Transport
 from shardopt.scope import Scope
 from shardopt.scope.channel import Channel
-from shardopt.torch_compat import gradients_of, local_shard, same_spec, set_gradients
+from shardopt.torch_compat import gradients_of, local_shard, same_spec
 
-__all__ = ["Showing", "Shown", "WholePresentation"]
+__all__ = ["Shown", "WholePresentation"]
 
 
 @dataclass(slots=True)
@@ -35,7 +35,8 @@ class Shown:
         holdings: which ranks hold what of it.
         owner: the rank that keeps its state, as a place in the scope; None when every rank has its own.
         leaf: what the inner optimizer sees; without memory between steps.
-        whole: in a step, all of the parameter; the shard itself where that is all of it.
+        whole: in a step, all of the parameter.
+        is_shard: whether that is the shard itself.
         gradient: in a step, all of its gradient, if there is one.
         part: in a step, this rank's part of the gradient.
     """
@@ -45,6 +46,7 @@ class Shown:
     owner: int | None
     leaf: nn.Parameter
     whole: Tensor | None = None
+    is_shard: bool = False
     gradient: Tensor | None = None
     part: Tensor | None = None
 
@@ -76,7 +78,7 @@ class WholePresentation(Presentation):
         super().__init__(inner)
         self._shown: list[Shown] = []
         self._shards: list[Tensor] = []
-        self._leaf_of: dict[int, Tensor] = {}
+        self._leaf_of: dict[int, nn.Parameter] = {}
         self._param_of: dict[int, Tensor] = {}
         self._routes: dict[tuple[Any, ...], _Routes] = {}
         self._scope = Scope.single()
@@ -210,11 +212,12 @@ class WholePresentation(Presentation):
             if shown.owner is not None and (own not in self.targets(shown) or _is_idle(shown, gradient is not None)):
                 continue
             shard = shown.shard
-            is_all = shown.item.box == Box.whole(shown.item.shape)
+            # With other ranks in it, a step writes to no shard before all of them have stepped.
+            is_all = shown.item.box == Box.whole(shown.item.shape) and (self._scope.size == 1 or shown.owner is None)
+            shown.is_shard = is_all
             shown.whole = shard if is_all else shard.new_empty(shown.item.shape)
-            if gradient is not None:
-                # One that is still to be redistributed is copied, wherever it comes from.
-                shown.gradient = shown.part if is_all and shown.part is not None else shard.new_empty(shown.item.shape)
+            if gradient is not None and not is_all:
+                shown.gradient = shard.new_empty(shown.item.shape)
 
     def release(self) -> None:
         """Gives the memory of a step back."""
@@ -235,19 +238,34 @@ class WholePresentation(Presentation):
             result = self._update(closure, amp)
         except BaseException as error:
             failure = error
-        self._agree("update", failure)
+        self._agree_on_update(failure)
         self._return()
         return result
+
+    def _agree_on_update(self, failure: BaseException | None) -> None:
+        """Collective."""
+        self._agree("update", failure, b"")
 
     def _align(self, ready: Ready) -> None:
         for index in ready.unaligned:
             # Tensor-parallel replicas arrive as partial sums; the vote has shown that every rank has them.
             param: Any = self._shown[index].item.param
             self._shown[index].part = local_shard(param.grad.redistribute(placements=param.placements))
+        for shown in self.visible():
+            if shown.is_shard:
+                shown.gradient = shown.part
 
     def _update(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
-        with Showing(self):
+        with self.showing():
             return self._run(closure, amp)
+
+    def showing(self) -> Showing:
+        """The moment in which the inner optimizer sees what this rank updates."""
+
+        def visible() -> list[tuple[nn.Parameter, Tensor, Tensor | None]]:
+            return [(shown.leaf, shown.whole, shown.gradient) for shown in self._shown if shown.whole is not None]
+
+        return Showing(self.inner, self._leaf_of, self._param_of, visible)
 
     def visible(self) -> list[Shown]:
         """The parameters that the inner optimizer sees on this rank."""
@@ -256,8 +274,10 @@ class WholePresentation(Presentation):
     def _gather(self) -> None:
         """Collective. Fills whole parameters and gradients."""
         for shown in self.visible():
+            if shown.is_shard:
+                continue
             for whole, part in ((shown.whole, shown.shard), (shown.gradient, shown.part)):
-                if whole is not None and part is not None and whole is not part and part.numel():
+                if whole is not None and part is not None and part.numel():
                     with torch.no_grad():
                         _at(whole, shown.item.box).copy_(part)
 
@@ -279,7 +299,7 @@ class WholePresentation(Presentation):
     def _return(self) -> None:
         """Collective. Brings whole parameters back into the shards."""
         for shown in self.visible():
-            if shown.whole is not None and shown.shard.numel() and shown.item.box != Box.whole(shown.item.shape):
+            if shown.whole is not None and shown.shard.numel() and not shown.is_shard:
                 with torch.no_grad():
                     shown.shard.copy_(_at(shown.whole, shown.item.box))
 
@@ -340,50 +360,6 @@ class WholePresentation(Presentation):
         return local
 
 
-class Showing:
-    """For as long as it is entered, the inner optimizer's groups and state hold leaves over whole parameters.
-
-    The lists of the groups stay the same objects: some rules remember one.
-    """
-
-    def __init__(self, presentation: WholePresentation) -> None:
-        self._presentation = presentation
-        self._lists: list[list[Tensor]] = []
-        self._state: Any = None
-
-    def __enter__(self) -> Showing:
-        one = self._presentation
-        inner, leaf_of = one.inner, one._leaf_of
-        visible = one.visible()
-        for shown in visible:
-            assert shown.whole is not None
-            shown.leaf.data = shown.whole
-        set_gradients([shown.leaf for shown in visible], [shown.gradient for shown in visible])
-        seen = {id(shown.leaf) for shown in visible}
-        self._lists = [list(group["params"]) for group in inner.param_groups]
-        for group in inner.param_groups:
-            leaves = [leaf_of[id(param)] for param in group["params"]]
-            group["params"][:] = [leaf for leaf in leaves if id(leaf) in seen]
-        self._state = inner.state
-        inner.state = _renamed(self._state, leaf_of)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        one = self._presentation
-        inner = one.inner
-        shown, inner.state = inner.state, self._state
-        for group, params in zip(inner.param_groups, self._lists, strict=True):
-            group["params"][:] = params
-        restored = _renamed(shown, one._param_of)
-        self._state.clear()
-        self._state.update(restored)
-
-
-def _renamed(state: Any, names: dict[int, Tensor]) -> defaultdict[Any, Any]:
-    """The same values under other keys; what is not named keeps its own."""
-    return defaultdict(dict, {names.get(id(key), key): value for key, value in state.items()})
-
-
 def _is_idle(shown: Shown, has_gradient: bool) -> bool:
     """Whether no rule updates it: then it is not shown, and stays where it is."""
     return not has_gradient and not shown.item.param.requires_grad
@@ -394,6 +370,6 @@ def _at(whole: Tensor, box: Box) -> Tensor:
     return whole[tuple(slice(start, end) for start, end in zip(box.offset, box.end, strict=True))]
 
 
-def _raise(operation: str, failure: BaseException | None) -> None:
+def _raise(operation: str, failure: BaseException | None, digest: bytes) -> None:
     if failure is not None:
         raise failure

@@ -82,8 +82,8 @@ def construct(
 def _join(inventory: Inventory, consensus: Consensus) -> None:
     """Collective. Gives the presentations their ranks."""
 
-    def agree(operation: str, problem: BaseException | None) -> None:
-        consensus.vote(operation, problem, every_step=True)
+    def agree(operation: str, problem: BaseException | None, digest: bytes) -> None:
+        consensus.vote(operation, problem, every_step=True, digest=digest)
 
     balance = Balance(consensus.scope.size)
     for part in inventory.parts:
