@@ -186,7 +186,7 @@ _SEAMS: dict[tuple[str, str], Callable[[Stage], tuple[Any, str, bool]]] = {
     ("step", "preflight"): lambda stage: (stage.presentation, "preflight", False),
     ("first step", "presence"): lambda _: (_PRESENCE, "gradients_of", False),
     ("unscale", "gradients"): lambda stage: (stage.presentation, "local_gradients", False),
-    ("state_dict", "export"): lambda _: (_OFFER, "export", False),
+    ("state_dict", "export"): lambda _: (_OFFER, "describe", False),
     ("prepare_load", "reading"): lambda _: (_OPTIMIZER, "read_checkpoint", False),
     ("prepare_load", "checking"): lambda _: (_OPTIMIZER, "prepare", False),
     ("prepare_load of a dict", "checking"): lambda _: (_OPTIMIZER, "prepare", False),

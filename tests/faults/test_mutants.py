@@ -13,8 +13,10 @@ from tests.faults.mutation import FILES, SOURCE, VOTES, discovered, fill_mutated
 from tests.faults.table import Cell
 from tests.support.ranks import RankPool
 
-# What holds votes, whose own tests are in tests/unit/scope and tests/ranks.
+# What holds votes, whose own tests are in tests/unit/scope and tests/ranks; the last ones' in test_whole.py there.
 VOTING = {"scope/ballot.py", "scope/exchange.py", "scope/meeting.py"}
+VOTING |= {"portable/merging.py"}
+VOTING |= {f"presentation/{name}.py" for name in ("ownership", "replicated", "stowage", "transport")}
 
 
 def votes_in(path: Path) -> bool:

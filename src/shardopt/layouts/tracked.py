@@ -23,7 +23,6 @@ class Keeping(Enum):
     BESIDE_SHARD = "sharded like the parameter"
     HERE = "whole, on this rank alone"
     ELSEWHERE = "whole, on another rank alone"
-    EVERYWHERE = "whole, the same on every rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class Tracked:
     @property
     def is_same_everywhere(self) -> bool:
         """Whether every rank holds all of the state."""
-        return self.has_whole_state and self.keeping in (Keeping.BESIDE_SHARD, Keeping.EVERYWHERE)
+        return self.keeping is Keeping.BESIDE_SHARD and not isinstance(self.param, DTensor)
 
     @property
     def state_box(self) -> Box | None:

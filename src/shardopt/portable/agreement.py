@@ -49,7 +49,7 @@ def _digests(inventory: Inventory, manifest: Manifest) -> dict[str, str]:
         for name, value in (inventory.state_of(tracked) or {}).items():
             digest = hashlib.blake2b(digest_size=16)
             digest_replicated(digest, value)
-            found[f"{tracked.fqn}: state {name!r} of which every rank has a copy"] = digest.hexdigest()
+            found[f"{tracked.fqn}: state {name!r} of a parameter that is not sharded"] = digest.hexdigest()
     return found
 
 
