@@ -15,6 +15,7 @@ from shardopt.errors import (
     StaleLoadError,
 )
 from shardopt.layouts.interchange import declare_interchangeable
+from shardopt.layouts.objects import declare_saved
 from shardopt.optimizer import ShardedStateOptimizer
 from shardopt.staging.prepared import PreparedLoad
 from shardopt.staging.report import Report
@@ -37,6 +38,7 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "declare_interchangeable",
+    "declare_saved",
     "load",
     "save",
 ]

@@ -308,7 +308,8 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             self._inventory.check(tracked)
         except BaseException as error:
             failure = error
-        names = "\n".join(item.fqn for item in tracked).encode()
+        presentation = self._inventory.parts[0].presentation
+        names = "\n".join(item.fqn + presentation.described(item) for item in tracked).encode()
         try:
             self._consensus.vote("add_param_group", failure, digest=names)
         except BaseException:

@@ -14,6 +14,7 @@ from tests.ranks.trajectories import Whole, assemble
 from tests.ranks.whole_runs import (
     WholeRule,
     differing_job,
+    explained_job,
     failing_closure_job,
     failing_job,
     loss_job,
@@ -35,6 +36,9 @@ OWNED = [
     WholeRule("shampoo", {"lr": 0.1}),
     WholeRule("soap", {"lr": 0.1}),
     WholeRule("muon", {"lr": 0.02}, by_use=True),
+    WholeRule("conda", {"lr": 0.1}),
+    WholeRule("scalableshampoo", {"lr": 0.1}),
+    WholeRule("emofact", {"lr": 0.1}),
     WholeRule("AdamW", {"lr": 0.1}),
 ]
 COUPLED = [
@@ -185,3 +189,13 @@ def test_a_closure_that_fails_on_one_rank_fails_on_all_and_the_group_works_on(ra
         assert "failed on rank 1" in said
         assert "no more data" in said
         assert works
+
+
+def test_explain_says_who_owns_what_where_results_round_and_what_a_checkpoint_is_good_for(ranks: RankPool) -> None:
+    for muon, fused, odd in ranks.run(2, explained_job, "fsdp2"):
+        assert "whole: rank 0: 1 (1536 elements), rank 1: 4 (100 elements)" in muon
+        assert muon.splitlines()[-1] == "checkpoint: resumes on any number of ranks"
+        (rounded,) = [line for line in fused.splitlines() if "to rounding only" in line]
+        assert "odd.row.weight" in rounded
+        assert "even.column.weight" not in rounded
+        assert "checkpoint: refused. SGD.scales holds a tensor of shape (3,)" in odd

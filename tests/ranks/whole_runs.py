@@ -251,3 +251,18 @@ def failing_closure_job(topology: str, rank: int) -> tuple[str, str, bool]:
     number = torch.ones(())
     torch.distributed.all_reduce(number)
     return said, cause, float(number) == torch.distributed.get_world_size()
+
+
+def explained_job(topology: str) -> list[str]:
+    """What three wrappers say of themselves: owned matrices, a fused rule on uneven shards, and one with a tensor."""
+    track = Track(topology)
+    said: list[str] = []
+    for inner in (
+        torch.optim.Muon([param for param in track.params.values() if param.dim() == 2]),
+        torch.optim.AdamW(track.params.values(), fused=True),
+        torch.optim.SGD(track.params.values()),
+    ):
+        if isinstance(inner, torch.optim.SGD):
+            inner.scales = torch.ones(3)  # pyrefly: ignore
+        said.append(ShardedStateOptimizer(inner, track.model, vote_timeout=VOTE_TIMEOUT_S).explain())
+    return said

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardopt.errors import PlacementError
+from shardopt.layouts.objects import fields_of_object, saved_as
 from shardopt.layouts.tracked import Tracked
 from shardopt.torch_compat import local_shard, same_spec
 
@@ -122,4 +123,4 @@ def _holds_tensor(value: Any) -> bool:
         return any(_holds_tensor(item) for item in value.values())
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return any(_holds_tensor(item) for item in value)
-    return False
+    return saved_as(type(value)) is not None and _holds_tensor(fields_of_object(value))

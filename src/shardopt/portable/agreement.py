@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from shardopt.errors import RankFailureError
+from shardopt.portable.beside import BESIDE
 from shardopt.portable.export import Export, digest_replicated
 from shardopt.portable.manifest import Manifest
 from shardopt.presentation.inventory import Inventory
@@ -40,6 +41,10 @@ def _digests(inventory: Inventory, manifest: Manifest) -> dict[str, str]:
     for index, group in enumerate(manifest.groups):
         found[f"parameter group {index}: its parameters"] = _digest(repr(group.members))
         found |= {f"parameter group {index}: {key!r}": _digest(repr(value)) for key, value in group.values.items()}
+    beside = manifest.extra.get(BESIDE)
+    for index, named in enumerate(beside if isinstance(beside, list) else []):
+        values = named if isinstance(named, dict) else {}
+        found |= {f"optimizer {index}: state {key!r}": _digest(repr(value)) for key, value in values.items()}
     for fqn, record in manifest.parameters.items():
         found[f"{fqn}: the parameter"] = _digest(repr((record.shape, record.dtype, record.group, record.aliases)))
         found |= {f"{fqn}: state {name!r}": _digest(repr(entry)) for name, entry in record.entries.items()}

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardopt.errors import FormatError
+from shardopt.layouts.objects import rebuilt, saved_class
 from shardopt.portable.tagged import (
     MAX_DEPTH,
     NUMPY_SCALARS,
@@ -166,6 +168,23 @@ def _dict(fields: _Fields, path: str, decode: _Decode) -> dict[object, object]:
     return result
 
 
+def _object(fields: _Fields, path: str, decode: _Decode) -> object:
+    name = fields["class"]
+    kind = saved_class(name) if isinstance(name, str) else None
+    if kind is None:
+        raise FormatError(
+            f"{path or 'the value'}: an object of {name!r:.120}, and no such class is declared here. Import what "
+            "defines it and call shardopt.declare_saved(...) with it on every rank, before the load."
+        )
+    inner = decode(fields["fields"], path)
+    if not isinstance(inner, dict) or not all(isinstance(key, str) for key in inner):
+        raise damaged(path, f"got an object of {name} with the fields {fields['fields']!r:.80}, expected a dict")
+    try:
+        return rebuilt(kind, inner)
+    except KeyError as error:
+        raise damaged(path, f"got {inner!r:.80}, which {name} does not have") from error
+
+
 def _dtype(fields: _Fields, path: str, decode: _Decode) -> torch.dtype:
     return dtype_from_name(fields["name"], path)
 
@@ -216,6 +235,7 @@ _TAGGED: dict[str, tuple[Sequence[str], Sequence[str], Callable[[_Fields, str, _
     "set": (["items"], [], _set),
     "frozenset": (["items"], [], _frozenset),
     "dict": (["items"], [], _dict),
+    "object": (["class", "fields"], [], _object),
     "dtype": (["name"], [], _dtype),
     "device": (["type", "index"], [], _device),
     "tensor": ([*FORM_FIELDS, "base64"], FORM_OPTIONS, _tensor),

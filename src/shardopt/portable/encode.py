@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardopt.errors import PlacementError
+from shardopt.layouts.objects import fields_of_object, saved_as
 from shardopt.portable.decode import decode
 from shardopt.portable.tagged import MAX_DEPTH, NUMPY_SCALARS, TAG, Json, is_key, key_path
 from shardopt.portable.tensor_bytes import TensorForm, byte_view, dtype_name
@@ -70,6 +71,8 @@ def equal(a: object, b: object) -> bool:
         return a.maxlen == b.maxlen and equal(list(a), list(b))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(equal, a, b))
+    if saved_as(type(a)) is not None:
+        return equal(fields_of_object(a), fields_of_object(b))
     # Scalars, and sets of them: their JSON text is canonical.
     return _text(encode(a)) == _text(encode(b))
 
@@ -89,12 +92,13 @@ class _Encoder:
             return self._tensor(value, path)
         if isinstance(value, np.generic):
             return _encode_numpy(value, path)
-        if type(value) not in _CONTAINERS:
+        name = None if type(value) in _CONTAINERS else saved_as(type(value))
+        if type(value) not in _CONTAINERS and name is None:
             raise PlacementError(f"{path or 'the value'}: {_why_unknown(value)}")
         if self._depth == MAX_DEPTH:
             raise PlacementError(f"{path}: nested deeper than {MAX_DEPTH} levels, or it holds itself; keep it flatter")
         self._depth += 1
-        encoded = self._container(value, path)
+        encoded = self._container(value, path) if name is None else self._object(value, name, path)
         self._depth -= 1
         return encoded
 
@@ -112,6 +116,9 @@ class _Encoder:
         if isinstance(value, (set, frozenset)):
             return {TAG: type(value).__name__, "items": self._sorted_items(value, path)}
         raise AssertionError(f"no encoder for the container {type(value)}")
+
+    def _object(self, value: object, name: str, path: str) -> Json:
+        return {TAG: "object", "class": name, "fields": self._dict(dict(fields_of_object(value)), path)}
 
     def _items(self, items: Iterable[object], path: str) -> list[Json]:
         return [self.encode(item, f"{path}[{index}]") for index, item in enumerate(items)]
@@ -224,7 +231,10 @@ def _why_unknown(value: object) -> str:
     if callable(value):
         return f"got the callable {name}, and code is not stored; store its name and look it up when loading"
     known = "numbers, strings, bytes, lists, tuples, dicts, sets, deques, dtypes, devices or plain tensors"
-    return f"got a {name}, which has no exact stored form; store {known} instead"
+    return (
+        f"got a {name}, which has no exact stored form; store {known} instead, or declare that its attributes are all "
+        f"there is to it: shardopt.declare_saved({kind.__name__})"
+    )
 
 
 def _base64(data: bytes) -> str:

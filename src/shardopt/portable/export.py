@@ -15,6 +15,7 @@ from shardopt.collector import paused_collector
 from shardopt.errors import PlacementError
 from shardopt.layouts.infer import Elementwise, Layout, Value, infer
 from shardopt.layouts.tracked import Keeping, Tracked
+from shardopt.portable.beside import BESIDE, describe_beside
 from shardopt.portable.encode import encode
 from shardopt.portable.handles import BoxHandle, BytesHandle, Handle
 from shardopt.portable.keys import MANIFEST_KEY, blob_key, rank_keys, state_key
@@ -64,11 +65,13 @@ class Described:
         parameters: by FQN, of the parameters whose state is not elsewhere.
         handles: theirs, by key.
         notes: state that is left out, one sentence each.
+        beside: state of the optimizers that belongs to no parameter.
     """
 
     parameters: dict[str, ParameterRecord]
     handles: dict[str, Handle]
     notes: list[str]
+    beside: list[Json]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +112,13 @@ def describe(inventory: Inventory) -> Described:
     """
     inventory.check_groups()
     inventory.refuse_side_storage()
-    described = Described({}, {}, inventory.refuse_stray_state())
+    described = Described({}, {}, inventory.refuse_stray_state(), [])
     groups = inventory.groups()
     problems: list[str] = []
+    try:
+        described.beside.extend(describe_beside(inventory))
+    except PlacementError as error:
+        problems.append(str(error))
     for tracked in inventory.tracked:
         if tracked.keeping is Keeping.ELSEWHERE:
             continue
@@ -148,7 +155,7 @@ def assemble(inventory: Inventory, described: Described, elsewhere: Mapping[str,
         groups=tuple(_export_groups(inventory, inventory.groups())),
         parameters={**described.parameters, **elsewhere},
         world_size=inventory.world_size,
-        extra=_extra(inventory),
+        extra=_extra(inventory, described.beside),
     )
     digest = hashlib.blake2b(digest_size=16)
     raw = manifest.to_bytes()
@@ -161,12 +168,15 @@ def assemble(inventory: Inventory, described: Described, elsewhere: Mapping[str,
     return Export(handles, manifest, digest.digest(), described.notes)
 
 
-def _extra(inventory: Inventory) -> dict[str, Json]:
+def _extra(inventory: Inventory, beside: list[Json]) -> dict[str, Json]:
     draws: list[Json] = [
         None if part.presentation.draws is None else list(part.presentation.draws) for part in inventory.parts
     ]
-    # The mark comes last, where it is looked for.
-    return {DRAWS: draws, "mark": _UNMARKED} if any(draws) else {"mark": _UNMARKED}
+    told: dict[str, Json] = {BESIDE: beside} if any(beside) else {}
+    if any(draws):
+        told[DRAWS] = draws
+    # The mark comes last, where it is looked for; the manifest sorts its keys.
+    return {**told, "mark": _UNMARKED}
 
 
 def export(inventory: Inventory) -> Export:
@@ -239,10 +249,13 @@ def _export_parameter(
     whole: dict[str, Any] = {}
     boxes: dict[str, Tensor | None] = dict.fromkeys(inventory.usual_entries(tracked, group))
     shaped = {*boxes, *inventory.optional_entries(tracked)}
+    known = inventory.is_known(tracked)
     problems: list[str] = []
     for name, value in (inventory.state_of(tracked) or {}).items():
         try:
-            layout = _layout_of(tracked, name, value, elementwise=isinstance(value, Tensor) and name in shaped)
+            # Of what was only seen in a probe, other parameters may have another form.
+            fits = isinstance(value, Tensor) and (known or value.shape == tracked.state_like.shape)
+            layout = _layout_of(tracked, name, value, elementwise=fits and name in shaped)
             if isinstance(layout, Elementwise):
                 boxes[name] = layout.local
                 entries[name] = ElementwiseEntry(dtype_name(layout.local.dtype))
@@ -258,7 +271,7 @@ def _export_parameter(
         _put(handles, state_key(tracked.fqn, name), handle_for(tracked, live), tracked)
         entries.setdefault(name, AbsentEntry())
     blob = None
-    if whole or not inventory.is_known(tracked):
+    if whole or not known:
         packed = pack(whole, tracked.fqn)
         _put(handles, blob_key(tracked.fqn), BytesHandle.make(packed.chunks, packed.total_bytes), tracked)
         if whole:

@@ -19,6 +19,7 @@ from shardopt.presentation.local import LocalPresentation
 from shardopt.presentation.owner import OwnerPresentation
 from shardopt.presentation.presentation import Presentation
 from shardopt.presentation.replicated import ReplicatedPresentation
+from shardopt.presentation.side_storage import side_storage
 from shardopt.scope import Scope, ranks_of
 from shardopt.torch_compat import fsdp_offloaded
 
@@ -146,6 +147,19 @@ def track_group(
     return tracked
 
 
+def _guarantee(inventory: Inventory) -> str:
+    """What a checkpoint of all of them together is good for: as much as of the weakest one."""
+    lost = [problem for part in inventory.parts for problem in side_storage(part.inner, inventory.by_id)]
+    if lost:
+        return f"checkpoint: refused. {' '.join(lost)}"
+    if inventory.own_index is not None and inventory.has_plain:
+        return f"checkpoint: resumes on {inventory.world_size} ranks, on which each has plain parameters of its own"
+    odd = [type(part.inner).__name__ for part in inventory.parts if part.choice.compute == "dtensor"]
+    if odd:
+        return f"checkpoint: resumes on any number of ranks, if {', '.join(odd)} keeps state placed like its parameters"
+    return "checkpoint: resumes on any number of ranks"
+
+
 def explain(inventory: Inventory, scope: Scope, consensus: str) -> str:
     """Which presentation each wrapped optimizer steps in, and why."""
     lines = [
@@ -160,6 +174,7 @@ def explain(inventory: Inventory, scope: Scope, consensus: str) -> str:
         held = "the same on every rank" if inventory.own_index is None else "each rank's own"
         more = f" and {len(plain) - 20} more" * (len(plain) > 20)
         lines.append(f"not sharded, {held}: {', '.join(plain[:20])}{more}")
+    lines.append(_guarantee(inventory))
     if plain and len(plain) < len(inventory.tracked):
         lines.append(
             "under torch.amp use shardopt.GradScaler: torch's own takes sharded parameters or others, not both"

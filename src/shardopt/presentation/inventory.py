@@ -192,7 +192,7 @@ class Inventory:
             One sentence for each tensor key that is in no group: it is left out of checkpoints.
 
         Raises:
-            PlacementError: state is keyed on something that is not a tensor.
+            PlacementError: state is keyed on something that is neither a tensor nor a name.
         """
         left_out: list[str] = []
         for part in self.parts:
@@ -203,9 +203,9 @@ class Inventory:
                             f"{type(part.inner).__name__} holds state for a tensor of shape {tuple(key.shape)} that is "
                             "in none of its groups; it is not saved."
                         )
-                    continue
-                raise PlacementError(
-                    f"{type(part.inner).__name__} keeps state under {key!r}, which is not a parameter; nothing says "
-                    "where it belongs. Keep it per parameter, or in a parameter group."
-                )
+                elif not isinstance(key, str):
+                    raise PlacementError(
+                        f"{type(part.inner).__name__} keeps state under {key!r}, which is neither a parameter nor a "
+                        "name; nothing says where it belongs. Keep it per parameter, or in a parameter group."
+                    )
         return left_out

@@ -19,6 +19,10 @@ from shardopt.torch_compat import gradients_of, local_shard, same_spec, set_grad
 
 __all__ = ["LocalPresentation"]
 
+# What torch's vector loops take at once, at most; they round the rest by other instructions.
+_VECTOR_ELEMENTS = 64
+_MOST_SHOWN = 20
+
 
 class LocalPresentation(Presentation):
     """Swaps DTensor parameters for leaves over their shards while the inner optimizer steps.
@@ -80,6 +84,27 @@ class LocalPresentation(Presentation):
         self._shown = defaultdict(dict)
         self._shown_keys = []
         self._user_keys = []
+
+    def explained(self) -> list[str]:
+        """Where the update equals the unsharded one to rounding only."""
+        fused = {id(param) for group in self.inner.param_groups if group.get("fused") for param in group["params"]}
+        rounded = [
+            item.fqn
+            for item in self.tracked
+            if isinstance(item.param, DTensor)
+            and item.local.numel() % _VECTOR_ELEMENTS
+            and item.local.numel() < item.param.numel()
+            and (id(item.param) in fused or item.param.dtype in (torch.bfloat16, torch.float16))
+        ]
+        if not rounded:
+            return []
+        named = ", ".join(rounded[:_MOST_SHOWN]) + f" and {len(rounded) - _MOST_SHOWN} more" * (
+            len(rounded) > _MOST_SHOWN
+        )
+        return [
+            "equal to the unsharded run to rounding only, since fused kernels and 16-bit types round the end of a "
+            f"shard that is no multiple of {_VECTOR_ELEMENTS} elements otherwise: {named}"
+        ]
 
     def _check_state(self, tracked: Tracked, param: DTensor) -> None:
         # Adagrad makes its state in __init__, and a warm optimizer may be wrapped: both hold DTensors.

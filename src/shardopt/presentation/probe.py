@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardopt.errors import PresentationError
 from shardopt.presentation.audit import OperationAudit
 from shardopt.presentation.replica import make_replica
 from shardopt.torch_compat import raw_step
@@ -89,6 +90,9 @@ class _Probe:
 
     def run(self) -> Finding:
         everything = [_Part(index) for index in range(len(self._params))]
+        closes = self._needs_closure(everything)
+        if closes is not None:
+            return closes
         entries: set[str] = set()
         why_not: str | None = None
         why_not_owner: str | None = None
@@ -110,6 +114,23 @@ class _Probe:
         if mixing:
             why_not = f"uses {', '.join(mixing[:5])}, which can mix elements"
         return Finding("owner" if why_not else "local", why_not, None, frozenset(entries))
+
+    def _needs_closure(self, everything: Sequence[_Part]) -> Finding | None:
+        """What to make of a rule that runs with a closure only; None of one that runs without.
+
+        Raises:
+            Exception: it runs neither way; what it raises without.
+        """
+        try:
+            self._run(everything, self._given)
+        except Exception as error:
+            try:
+                run = self._run(everything, self._dependent, with_closure=True)
+            except Exception:
+                raise error from None
+            why = "calls a closure, for the loss or for more gradients"
+            return Finding("replicated", why, why, frozenset(run.elementwise()), draws=run.drew)
+        return None
 
     # Gradients. What a step's noise is cut to goes with the parameter it is for.
 
@@ -167,20 +188,21 @@ class _Probe:
                 return found
         return None
 
-    def _run(self, parts: Sequence[_Part], regime: _Regime) -> _Run:
+    def _run(self, parts: Sequence[_Part], regime: _Regime, *, with_closure: bool = False) -> _Run:
         params = [nn.Parameter(part.of(self._params[part.index]).clone()) for part in parts]
         optimizer = self._replica(parts, params)
         torch.manual_seed(_SEED)
         before = _random_states()
         history: list[list[Tensor]] = []
         for step in range(NUM_STEPS):
-            self._step(optimizer, parts, params, regime, step)
+            self._step(optimizer, parts, params, regime, step, with_closure)
             history.append([param.detach().clone() for param in params])
         groups: list[Mapping[str, Any]] = [
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
         states = [optimizer.state.get(param) or {} for param in params]
-        return _Run(list(parts), history, states, groups, drew=before != _random_states())
+        beside = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        return _Run(list(parts), history, states, groups, beside, drew=before != _random_states())
 
     def _step(
         self,
@@ -189,12 +211,29 @@ class _Probe:
         params: Sequence[nn.Parameter],
         regime: _Regime,
         step: int,
+        with_closure: bool,
     ) -> None:
-        for part, param in zip(parts, params, strict=True):
-            noise = part.of(self._noise[step][part.index])
-            gradient = regime(step, noise, param.detach(), part.index)
-            param.grad = None if gradient is None else gradient.clone()
-        raw_step(optimizer)()
+        def give_gradients() -> None:
+            for part, param in zip(parts, params, strict=True):
+                noise = part.of(self._noise[step][part.index])
+                gradient = regime(step, noise, param.detach(), part.index)
+                param.grad = None if gradient is None else gradient.clone()
+
+        called = 0
+
+        def closure() -> Tensor:
+            nonlocal called
+            called += 1
+            give_gradients()
+            return torch.stack([param.detach().square().sum() for param in params]).sum()
+
+        if with_closure:
+            raw_step(optimizer)(closure)
+            if called == 0:
+                raise PresentationError("it does not call its closure")
+        else:
+            give_gradients()
+            raw_step(optimizer)()
 
     def _replica(self, parts: Sequence[_Part], params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         grouped: list[list[Tensor]] = [[] for _ in self._inner.param_groups]
@@ -238,6 +277,7 @@ class _Run:
     history: list[list[Tensor]]
     states: list[Mapping[str, Any]]
     groups: list[Mapping[str, Any]]
+    beside: Mapping[Any, Any]
     drew: bool
 
     def elementwise(self) -> set[str]:
@@ -257,24 +297,26 @@ def _first_difference(run: _Run, whole: _Run) -> str | None:
             if not _same(got, part.of(whole.history[step][part.index])):
                 return f"get other bits than the whole at step {step + 1}"
     for part, state in zip(run.parts, run.states, strict=True):
-        entry = _unlike(part, state, whole.states[part.index])
+        entry = _unlike(part, state, whole.states[part.index], whole.history[-1][part.index].shape)
         if entry is not None:
             return f"keep a state {entry!r} that is no part of the whole one's"
     for group, other in zip(run.groups, whole.groups, strict=True):
         name = _unlike(_Part(0), group, other)
         if name is not None:
             return f"have another value of {name!r} in their groups"
-    return None
+    name = _unlike(_Part(0), run.beside, whole.beside)
+    return None if name is None else f"have another value of {name!r} in the state of the optimizer"
 
 
-def _unlike(part: _Part, state: Mapping[str, Any], whole: Mapping[str, Any]) -> str | None:
+def _unlike(part: _Part, state: Mapping[Any, Any], whole: Mapping[Any, Any], shape: tuple[int, ...] = ()) -> str | None:
     """An entry of a part that is neither that part of the whole one nor the same as it; None if there is none."""
     if part.dim is not None and not part.length:
         return None
     for name in {**state, **whole}:
         one, other = state.get(name), whole.get(name)
         if isinstance(one, Tensor) and isinstance(other, Tensor):
-            cut = part.dim is not None and other.dim() > part.dim and one.shape != other.shape
+            # Blocks of a quantised entry, say, are not cut where the parameter is.
+            cut = part.dim is not None and one.shape != other.shape and tuple(other.shape) == shape
             alike = _same(one, part.of(other) if cut else other)
         else:
             held = part.dim is not None and any(isinstance(leaf, Tensor) for leaf in tree_leaves((one, other)))

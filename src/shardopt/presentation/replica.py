@@ -68,7 +68,10 @@ def _copied(inner: torch.optim.Optimizer, params: Sequence[Sequence[Tensor]]) ->
         if "hooks" in name:
             made.__dict__[name] = OrderedDict()
     made.__dict__["defaults"] = {key: _own(value) for key, value in inner.defaults.items()}
-    made.state = defaultdict(dict)
+    # Some rules keep counters there that their constructors make.
+    made.state = defaultdict(
+        dict, {key: _own(value) for key, value in inner.state.items() if not isinstance(key, Tensor)}
+    )
     made.param_groups = _groups(inner, params)
     return made
 

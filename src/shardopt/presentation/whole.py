@@ -151,6 +151,19 @@ class WholePresentation(Presentation):
         self._param_of = {id(shown.leaf): shown.item.param for shown in self._shown}
         self._routes.clear()
 
+    def explained(self) -> list[str]:
+        """Who keeps the state of how much."""
+        loads: dict[int, tuple[int, int]] = {}
+        for shown in self._shown:
+            if shown.owner is not None:
+                count, elements = loads.get(shown.owner, (0, 0))
+                loads[shown.owner] = count + 1, elements + Box.whole(shown.item.shape).volume
+        ranks = self._scope.ranks
+        said = [
+            f"rank {ranks[owner]}: {count} ({elements} elements)" for owner, (count, elements) in sorted(loads.items())
+        ]
+        return [f"parameters whose state a rank keeps, whole: {', '.join(said)}"] if len(ranks) > 1 else []
+
     def _is_own(self, item: Tracked) -> bool:
         return self._own_plain and not isinstance(item.param, DTensor)
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shardopt.layouts.objects import fields_of_object, saved_as
+
 __all__ = ["find_non_finite", "find_non_finite_in"]
 
 _CHUNK_ELEMENTS = 1 << 22
@@ -26,6 +28,8 @@ def find_non_finite_in(value: object) -> str | None:
         return find_non_finite_in(list(value.values()))
     if isinstance(value, (list, tuple, deque)):
         return next((found for item in value if (found := find_non_finite_in(item)) is not None), None)
+    if saved_as(type(value)) is not None:
+        return find_non_finite_in(fields_of_object(value))
     return None
 
 

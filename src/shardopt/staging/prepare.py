@@ -20,7 +20,6 @@ from shardopt.layouts.catalog import classes_like, defaults_of, spec_of, why_ref
 from shardopt.layouts.interchange import is_interchangeable, qualified
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.encode import decode, encode
-from shardopt.portable.export import DRAWS
 from shardopt.portable.handles import BytesHandle, Handle
 from shardopt.portable.keys import MANIFEST_KEY, state_key
 from shardopt.portable.manifest import Manifest, ParameterRecord
@@ -28,7 +27,7 @@ from shardopt.portable.manifest_reader import read_manifest
 from shardopt.portable.matching import Match, match_names
 from shardopt.presentation.choice import qualified_name
 from shardopt.presentation.inventory import Inventory
-from shardopt.presentation.presentation import Presentation
+from shardopt.staging.beside import BesidePlan, plan_beside
 from shardopt.staging.filling import overlapping, sharing_memory
 from shardopt.staging.groups import NOT_VALUES, GroupPlan, SavedGroup, plan_groups
 from shardopt.staging.options import EXACT, LoadOptions
@@ -52,7 +51,7 @@ class Plan:
         groups: new values of every live group.
         parameters: new state of every live parameter.
         digest: of the manifest: ranks that read different checkpoints disagree on it.
-        draws: of each optimizer that draws random numbers the presentation, seed and number of steps to go on from.
+        beside: what optimizers get that belongs to no parameter.
         lender: the manifest of an optimizer whose live memory is loaded; None when it was read from storage.
     """
 
@@ -61,7 +60,7 @@ class Plan:
     parameters: list[ParameterPlan]
     digest: bytes
     lender: BytesHandle | None = None
-    draws: list[tuple[Presentation, int, int]] = field(default_factory=list)
+    beside: list[BesidePlan] = field(default_factory=list)
 
     def why_outdated(self) -> str | None:
         """Why what was planned is not there to be put in place any more, in words; None when it is."""
@@ -78,8 +77,8 @@ class Plan:
             parameter.commit()
         for group in self.groups:
             group.commit()
-        for presentation, seed, num_steps in self.draws:
-            presentation.set_draws(seed, num_steps)
+        for optimizer in self.beside:
+            optimizer.commit()
 
 
 # What is made in inference mode no step could write to.
@@ -118,22 +117,7 @@ def prepare(inventory: Inventory, state_dict: Mapping[str, Any], options: LoadOp
         _try_given(inventory, groups, options.hyperparameters, report)
     digest += _digest_of(groups)
     lender = None if from_storage else state_dict[MANIFEST_KEY]
-    return Plan(report, groups, parameters, digest, lender, _plan_draws(inventory, manifest))
-
-
-def _plan_draws(inventory: Inventory, manifest: Manifest) -> list[tuple[Presentation, int, int]]:
-    """Where optimizers that draw random numbers go on; those of which nothing was saved go on from where they are."""
-    saved = manifest.extra.get(DRAWS)
-    if not isinstance(saved, list) or len(saved) != len(inventory.parts):
-        return []
-    found: list[tuple[Presentation, int, int]] = []
-    for part, pair in zip(inventory.parts, saved, strict=True):
-        if part.presentation.draws is None or not isinstance(pair, list) or len(pair) != 2:
-            continue
-        seed, num_steps = pair
-        if isinstance(seed, int) and isinstance(num_steps, int):
-            found.append((part.presentation, seed, num_steps))
-    return found
+    return Plan(report, groups, parameters, digest, lender, plan_beside(inventory, manifest, report))
 
 
 def _shared_memory(inventory: Inventory, report: Report) -> frozenset[int]:

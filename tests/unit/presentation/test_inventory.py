@@ -77,12 +77,13 @@ def test_state_of_a_tensor_in_no_group_is_left_out_and_said_once_A18(caplog: pyt
     ]
 
 
-def test_state_under_a_key_that_is_no_tensor_is_refused() -> None:
+def test_state_under_a_key_that_is_neither_tensor_nor_name_is_refused() -> None:
     model = nn.Linear(3, 2)
     inner = torch.optim.AdamW(model.parameters())
     optimizer = ShardedStateOptimizer(inner, model)
-    inner.state["global_step"] = 3  # type: ignore[index]
+    inner.state[("global", "step")] = 3  # type: ignore[index]
     with pytest.raises(
-        PlacementError, match="AdamW keeps state under 'global_step', which is not a parameter.*in a param"
+        PlacementError,
+        match=r"AdamW keeps state under \('global', 'step'\), which is neither a parameter nor a name",
     ):
         optimizer.state_dict()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardopt import PresentationError, ShardedStateOptimizer
-from shardopt.presentation.probe import probe
+from shardopt.presentation import choice
+from shardopt.presentation.probe import Finding, probe
 from tests.support.rules import ELEMENTWISE
 from tests.support.snapshot import snapshot
 
@@ -205,3 +206,66 @@ def test_entries_of_which_each_element_has_its_own_are_learned() -> None:
         return sign(grad, param, state)
 
     assert probe(Rule(model((), (3,), (3, 2)).parameters(), update)).entries == {"momentum"}
+
+
+class Asks(torch.optim.SGD):
+    """Needs its closure; adds the loss up under a name."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if closure is None:
+            raise RuntimeError("no closure")
+        self.state["loss"] = self.state.get("loss", 0.0) + float(closure())  # type: ignore[index, arg-type, operator]
+        return super().step()
+
+
+def test_a_rule_that_needs_a_closure_is_replicated() -> None:
+    found = probe(Asks(model().parameters(), lr=0.1))
+    assert found.compute == "replicated"
+    assert "calls a closure" in str(found.why_not_owner)
+
+
+class Averages(torch.optim.SGD):
+    """Updates each parameter alone; keeps under a name something of all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.state["elements"] = sum(gradient.numel() for gradient in gradients)  # type: ignore[index, assignment]
+        return super().step()
+
+
+def test_state_under_a_name_that_parts_see_differently_is_replicated() -> None:
+    found = probe(Averages(model().parameters(), lr=0.1))
+    assert found.compute == "replicated"
+    assert "another value of 'elements' in the state of the optimizer" in str(found.why_not_owner)
+
+
+class Counts(torch.optim.SGD):
+    """Counts in each group that has parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            if group["params"]:
+                group["count"] = group.get("count", 0) + 1
+        return super().step()
+
+
+def test_group_values_that_a_rank_without_parameters_does_not_advance_are_seen() -> None:
+    found = probe(Counts(model().parameters(), lr=0.1))
+    assert found.compute == "replicated"
+    assert "another value of 'count' in their groups" in str(found.why_not_owner)
+
+
+def test_a_finding_is_remembered_for_the_same_options_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[float] = []
+
+    def counted(inner: torch.optim.Optimizer) -> Finding:
+        calls.append(inner.param_groups[0]["lr"])
+        return probe(inner)
+
+    monkeypatch.setattr(choice, "probe", counted)
+    for lr in (0.1, 0.1, 0.2):
+        params = model()
+        ShardedStateOptimizer(Counts(params.parameters(), lr=lr), params)
+    assert calls == [0.1, 0.2]
