@@ -14,6 +14,7 @@ from shardopt.errors import (
     ShardoptError,
     StaleLoadError,
 )
+from shardopt.layouts.declared import register_layouts
 from shardopt.layouts.interchange import declare_interchangeable
 from shardopt.layouts.objects import declare_saved
 from shardopt.optimizer import ShardedStateOptimizer
@@ -40,5 +41,6 @@ __all__ = [
     "declare_interchangeable",
     "declare_saved",
     "load",
+    "register_layouts",
     "save",
 ]

@@ -59,6 +59,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         consensus: str = "every-step",
         vote_timeout: float = 600.0,
         plain: str = "replicated",
+        layouts: Mapping[str, str] | None = None,
     ) -> None:
         """Collective. Wraps ``optimizer``, whose parameters are those of ``model``, after ``fully_shard``.
 
@@ -67,14 +68,14 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         Args:
             optimizer: one torch optimizer or several with disjoint parameters.
             model: the module or modules that hold the parameters; names are theirs, else the optimizer's own.
-            compute: what the optimizer sees while it steps: ``"local"`` (this rank's shards),
-                ``"dtensor"`` (the DTensors), or ``"auto"``, which takes only what is known to equal the
-                unsharded run.
-            consensus: when ranks vote: ``"every-step"``, ``"checkpoint"`` (state_dict and loads only), or
-                ``"off"``.
+            compute: what the optimizer sees while it steps: ``"local"`` (this rank's shards), ``"owner"`` (whole
+                parameters, each on one rank), ``"replicated"`` (everything, on every rank), ``"dtensor"`` (the
+                DTensors), or ``"auto"``, the cheapest of the first three that gives what an unsharded run gives.
+            consensus: when ranks vote: ``"every-step"``, ``"checkpoint"`` (state_dict and loads only), or ``"off"``.
             vote_timeout: seconds after which a rank that does not vote is an error on every other.
             plain: what the state of parameters that are not sharded is, where others are: ``"replicated"``,
                 the same on every rank (checked); or ``"per_rank"``, each rank's own, for as many ranks only.
+            layouts: where state belongs that cannot be placed otherwise; see ``register_layouts``.
 
         Raises:
             NamingError: a parameter is in none of the models and has no name, or two share a name.
@@ -97,6 +98,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             mode=consensus,
             vote_timeout_s=vote_timeout,
             plain=plain,
+            layouts=layouts,
         )
         self._models = self._inventory.models
         self._scope = self._consensus.scope

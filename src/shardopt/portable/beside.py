@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardopt.layouts.declared import ATTRIBUTE
 from shardopt.portable.decode import decode
 from shardopt.portable.encode import encode
 from shardopt.portable.tagged import Json
-from shardopt.presentation.inventory import Inventory
+from shardopt.portable.tensor_bytes import TensorForm, byte_view, dtype_name
+from shardopt.presentation.inventory import Inventory, Part
 
-__all__ = ["BESIDE", "describe_beside", "read_beside"]
+__all__ = ["BESIDE", "Constant", "describe_beside", "digest_of", "read_beside"]
 
 BESIDE = "beside"
 """In the manifest's ``extra``: of each optimizer the state under names, the same on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An attribute that was declared constant, by its digest."""
+
+    digest: str
 
 
 def describe_beside(inventory: Inventory) -> list[Json]:
@@ -25,14 +37,33 @@ def describe_beside(inventory: Inventory) -> list[Json]:
     Raises:
         PlacementError: a value has no exact form, or is too large for a manifest.
     """
-    return [_of_optimizer(part.inner) for part in inventory.parts]
+    return [_of_part(part) for part in inventory.parts]
 
 
-def _of_optimizer(inner: torch.optim.Optimizer) -> Json:
-    label = type(inner).__name__
-    return {
-        key: _described(value, f"{label}.state[{key!r}]") for key, value in inner.state.items() if isinstance(key, str)
-    }
+def _of_part(part: Part) -> Json:
+    label = type(part.inner).__name__
+    named = {key: value for key, value in part.inner.state.items() if isinstance(key, str)}
+    told: dict[str, Json] = {key: _described(value, f"{label}.state[{key!r}]") for key, value in named.items()}
+    for name in part.saved_attributes:
+        # An attribute that a rule makes in its first step is not there before.
+        if name in vars(part.inner):
+            told[ATTRIBUTE + name] = _described(vars(part.inner)[name], f"{label}.{name}")
+    for name in part.constants:
+        told[ATTRIBUTE + name] = {"constant": digest_of(vars(part.inner)[name], f"{label}.{name}")}
+    return told
+
+
+def digest_of(value: Any, path: str) -> str:
+    """A number that tells a constant from any other; its tensors may have any size."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def leaf(tensor: Tensor, _: str) -> Json:
+        form = TensorForm.of(tensor, path)
+        digest.update(byte_view(tensor.detach().cpu(), form).numpy().tobytes())
+        return [dtype_name(tensor.dtype), list(tensor.shape)]
+
+    digest.update(json.dumps(encode(value, path, tensor=leaf)).encode())
+    return digest.hexdigest()
 
 
 def _described(value: Any, path: str) -> Json:
@@ -59,6 +90,9 @@ def read_beside(extra: Mapping[str, Json], index: int, device: torch.device) -> 
     found: dict[str, Any] = {}
     for key, told in (named if isinstance(named, dict) else {}).items():
         if not isinstance(told, dict):
+            continue
+        if "constant" in told:
+            found[key] = Constant(str(told["constant"]))
             continue
         value = decode(told.get("value"), f"state[{key!r}]")
         found[key] = value.to(device) if isinstance(value, Tensor) and told.get("on") == device.type else value

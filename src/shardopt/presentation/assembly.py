@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardopt.errors import PlacementError, ScopeError
+from shardopt.layouts.declared import ATTRIBUTE, checked_layouts, layouts_of
 from shardopt.layouts.tracked import Tracked, check_device, track
 from shardopt.naming import Name, name_parameters
 from shardopt.presentation.choice import choose
@@ -19,7 +21,6 @@ from shardopt.presentation.local import LocalPresentation
 from shardopt.presentation.owner import OwnerPresentation
 from shardopt.presentation.presentation import Presentation
 from shardopt.presentation.replicated import ReplicatedPresentation
-from shardopt.presentation.side_storage import side_storage
 from shardopt.scope import Scope, ranks_of
 from shardopt.torch_compat import fsdp_offloaded
 
@@ -50,10 +51,21 @@ def checked(inners: list[torch.optim.Optimizer], wrapper: type) -> list[torch.op
     return inners
 
 
-def make_part(inner: torch.optim.Optimizer, compute: str) -> Part:
-    """One inner optimizer with the presentation that ``compute`` chooses for it."""
+def make_part(inner: torch.optim.Optimizer, compute: str, layouts: Mapping[str, str] | None) -> Part:
+    """One inner optimizer with the presentation that ``compute`` chooses for it, and what is declared of its state.
+
+    Raises:
+        PresentationError: ``compute`` does not suit it.
+        PlacementError: it has no attribute that is declared.
+        TypeError, ValueError: the layouts are none.
+    """
+    declared = MappingProxyType({**layouts_of(inner), **checked_layouts(layouts or {})})
+    names = [name.removeprefix(ATTRIBUTE) for name in declared if name.startswith(ATTRIBUTE)]
+    lacking = [name for name in names if name not in vars(inner)]
+    if lacking:
+        raise PlacementError(f"layouts: {type(inner).__name__} has no attributes {lacking}, which are declared.")
     choice = choose(inner, compute)
-    return Part(inner, _PRESENTATIONS[choice.compute](inner), choice)
+    return Part(inner, _PRESENTATIONS[choice.compute](inner), choice, declared)
 
 
 def track_all(inners: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> list[Tracked]:
@@ -149,7 +161,7 @@ def track_group(
 
 def _guarantee(inventory: Inventory) -> str:
     """What a checkpoint of all of them together is good for: as much as of the weakest one."""
-    lost = [problem for part in inventory.parts for problem in side_storage(part.inner, inventory.by_id)]
+    lost = [problem for part in inventory.parts for problem in part.side_storage(inventory.by_id)]
     if lost:
         return f"checkpoint: refused. {' '.join(lost)}"
     if inventory.own_index is not None and inventory.has_plain:

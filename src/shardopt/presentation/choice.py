@@ -34,13 +34,13 @@ class Choice:
         compute: the presentation's name.
         reason: why.
         entries: element-wise entries that the class is known or was seen to keep, where it has no ``ClassSpec``.
-        draws: whether the rule draws random numbers.
+        attributes: of the optimizer, which hold plain values and are part of its state.
     """
 
     compute: str
     reason: str
     entries: frozenset[str] = frozenset()
-    draws: bool = False
+    attributes: frozenset[str] = frozenset()
 
 
 def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
@@ -107,7 +107,7 @@ def _decided(label: str, compute: str, found: Finding, how: str) -> Choice:
             "dispatch, if its rule supports them."
         )
     reason = reasons[found.compute] if asked == found.compute else f"asked for; {reasons[found.compute]}"
-    return Choice(asked, reason, found.entries, found.draws)
+    return Choice(asked, reason, found.entries, found.attributes)
 
 
 # Not many: a program has few optimizers.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.errors import NamingError, PlacementError
 from shardopt.layouts.catalog import spec_of
+from shardopt.layouts.declared import ATTRIBUTE, CONSTANT, ELEMENTWISE, SAVED
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.choice import Choice
 from shardopt.presentation.identity import Identity
@@ -28,6 +29,28 @@ class Part:
     inner: torch.optim.Optimizer
     presentation: Presentation
     choice: Choice
+    layouts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def saved_attributes(self) -> list[str]:
+        """Attributes that are part of the state: declared, or seen to be changed by steps."""
+        declared = (name.removeprefix(ATTRIBUTE) for name, layout in self.layouts.items() if layout == SAVED)
+        return sorted({*declared, *self.choice.attributes})
+
+    @property
+    def constants(self) -> list[str]:
+        """Attributes that are declared never to change."""
+        return sorted(name.removeprefix(ATTRIBUTE) for name, layout in self.layouts.items() if layout == CONSTANT)
+
+    @property
+    def elementwise(self) -> list[str]:
+        """Entries that are element-wise: declared, or seen in a probe."""
+        declared = (name for name, layout in self.layouts.items() if layout == ELEMENTWISE)
+        return sorted({*declared, *self.choice.entries})
+
+    def side_storage(self, saved: Container[int]) -> list[str]:
+        """What is kept where no state dict has it, a sentence each; ``saved`` are ids of parameters."""
+        return side_storage(self.inner, saved, known={*self.saved_attributes, *self.constants})
 
 
 @dataclass(slots=True)
@@ -116,7 +139,7 @@ class Inventory:
         Raises:
             PlacementError: one keeps tensors, or an optimizer with state, in its attributes; all of them are listed.
         """
-        problems = [problem for part in self.parts for problem in side_storage(part.inner, self.by_id)]
+        problems = [problem for part in self.parts for problem in part.side_storage(self.by_id)]
         if problems:
             raise PlacementError("\n".join(problems))
 
@@ -155,7 +178,7 @@ class Inventory:
     def usual_entries(self, tracked: Tracked, group: dict[str, Any]) -> tuple[str, ...]:
         """Element-wise entries that have a key in every portable state: known of the class, or seen in a probe."""
         known = self.known_entries(tracked, group)
-        return tuple(sorted(self.part_of(tracked).choice.entries)) if known is None else known
+        return tuple(self.part_of(tracked).elementwise) if known is None else known
 
     def known_scalars(self, tracked: Tracked) -> tuple[str, ...]:
         """Entries beside these that the class keeps with any state; none when the class is unknown."""
@@ -170,7 +193,7 @@ class Inventory:
         """Element-wise entries that may be there: left from before an option was changed, or seen in a probe."""
         part = self.part_of(tracked)
         spec = spec_of(part.inner)
-        return tuple(sorted(part.choice.entries)) if spec is None else spec.optional
+        return tuple(part.elementwise) if spec is None else (*spec.optional, *part.elementwise)
 
     def initial_state(self, tracked: Tracked, group: dict[str, Any]) -> dict[str, Any]:
         """The state that a new optimizer has for the parameter before its first step, made anew; often none."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardopt.errors import PresentationError
+from shardopt.layouts.declared import ATTRIBUTE
 from shardopt.presentation.audit import OperationAudit
 from shardopt.presentation.replica import make_replica
 from shardopt.torch_compat import raw_step
@@ -29,6 +30,8 @@ from shardopt.torch_compat import raw_step
 __all__ = ["Finding", "probe"]
 
 NUM_STEPS = 24
+# What torch notes on an optimizer: that it has stepped, and that it has warned.
+_TORCHS = frozenset({"_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"})
 _SEED = 20250123
 
 # By number of dimensions. Every half along every dim is a multiple of 64 elements: torch's vector loops round the rest
@@ -52,6 +55,7 @@ class Finding:
         why_not_owner: why it cannot be run on some parameters without the others.
         entries: state entries that have a number for each element of their parameter.
         draws: whether it draws random numbers.
+        attributes: of the optimizer, which hold plain values and were changed by steps.
     """
 
     compute: str
@@ -59,6 +63,7 @@ class Finding:
     why_not_owner: str | None
     entries: frozenset[str] = frozenset()
     draws: bool = False
+    attributes: frozenset[str] = frozenset()
 
 
 def probe(inner: torch.optim.Optimizer) -> Finding:
@@ -94,14 +99,16 @@ class _Probe:
         if closes is not None:
             return closes
         entries: set[str] = set()
+        attributes: frozenset[str] = frozenset()
         why_not: str | None = None
         why_not_owner: str | None = None
         for name, regime in (("given", self._given), ("dependent", self._dependent)):
             whole = self._run(everything, regime)
             entries |= whole.elementwise()
+            attributes |= whole.attributes()
             if whole.drew:
                 why = "draws random numbers, which parts would draw in another order"
-                return Finding("replicated", why, why, frozenset(entries), draws=True)
+                return Finding("replicated", why, why, frozenset(entries), True, whole.attributes())
             if why_not is None:
                 found = self._differs(whole, self._halves(), regime)
                 why_not = found and f"is not element-wise: with {name} gradients parts of parameters {found}"
@@ -109,11 +116,11 @@ class _Probe:
                 found = self._differs(whole, self._owners(), regime)
                 why_not_owner = found and f"couples parameters: with {name} gradients parameters alone {found}"
         if why_not_owner is not None:
-            return Finding("replicated", why_not or why_not_owner, why_not_owner, frozenset(entries))
+            return Finding("replicated", why_not or why_not_owner, why_not_owner, frozenset(entries), False, attributes)
         mixing: list[str] = [] if why_not else self._audit(everything)
         if mixing:
             why_not = f"uses {', '.join(mixing[:5])}, which can mix elements"
-        return Finding("owner" if why_not else "local", why_not, None, frozenset(entries))
+        return Finding("owner" if why_not else "local", why_not, None, frozenset(entries), False, attributes)
 
     def _needs_closure(self, everything: Sequence[_Part]) -> Finding | None:
         """What to make of a rule that runs with a closure only; None of one that runs without.
@@ -129,7 +136,7 @@ class _Probe:
             except Exception:
                 raise error from None
             why = "calls a closure, for the loss or for more gradients"
-            return Finding("replicated", why, why, frozenset(run.elementwise()), draws=run.drew)
+            return Finding("replicated", why, why, frozenset(run.elementwise()), run.drew, run.attributes())
         return None
 
     # Gradients. What a step's noise is cut to goes with the parameter it is for.
@@ -191,6 +198,7 @@ class _Probe:
     def _run(self, parts: Sequence[_Part], regime: _Regime, *, with_closure: bool = False) -> _Run:
         params = [nn.Parameter(part.of(self._params[part.index]).clone()) for part in parts]
         optimizer = self._replica(parts, params)
+        held = _plain_attributes(optimizer)
         torch.manual_seed(_SEED)
         before = _random_states()
         history: list[list[Tensor]] = []
@@ -201,7 +209,9 @@ class _Probe:
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
         states = [optimizer.state.get(param) or {} for param in params]
-        beside = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        beside: dict[Any, Any] = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        now = _plain_attributes(optimizer)
+        beside |= {ATTRIBUTE + name: value for name, value in now.items() if name not in held or held[name] != value}
         return _Run(list(parts), history, states, groups, beside, drew=before != _random_states())
 
     def _step(
@@ -280,6 +290,11 @@ class _Run:
     beside: Mapping[Any, Any]
     drew: bool
 
+    def attributes(self) -> frozenset[str]:
+        """Attributes with plain values that the steps have changed."""
+        told = (key for key in self.beside if isinstance(key, str) and key.startswith(ATTRIBUTE))
+        return frozenset(key.removeprefix(ATTRIBUTE) for key in told)
+
     def elementwise(self) -> set[str]:
         """Entries with the shape of their parameter wherever that has dimensions to tell it by."""
         shaped: dict[str, bool] = {}
@@ -343,6 +358,15 @@ def _same(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Numbers, text and None that the optimizer has as attributes; not those that torch keeps of its own."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _TORCHS and isinstance(value, (bool, int, float, complex, str, type(None)))
+    }
 
 
 def _random_states() -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ __all__ = ["side_storage"]
 _KNOWN = frozenset({"state", "param_groups", "defaults", "grad_scale", "found_inf"})
 
 
-def side_storage(inner: torch.optim.Optimizer, saved: Container[int]) -> list[str]:
+def side_storage(inner: torch.optim.Optimizer, saved: Container[int], known: Collection[str] = ()) -> list[str]:
     """Where the optimizer holds tensors, or optimizers with state, that are not in its groups and its state.
 
     Looks into attributes and containers in them, not into other objects.
@@ -23,6 +23,7 @@ def side_storage(inner: torch.optim.Optimizer, saved: Container[int]) -> list[st
     Args:
         inner: the optimizer.
         saved: ids of parameters.
+        known: attributes that have been declared.
 
     Returns:
         One sentence for each attribute.
@@ -30,12 +31,13 @@ def side_storage(inner: torch.optim.Optimizer, saved: Container[int]) -> list[st
     in_groups = {id(value) for group in inner.param_groups for value in group.values()}
     problems: list[str] = []
     for name, value in vars(inner).items():
-        found = () if name in _KNOWN else _found(value, inner, set())
+        found = () if name in _KNOWN or name in known else _found(value, inner, set())
         for what in (item for item in found if id(item) not in saved and id(item) not in in_groups):
             kind = f"a tensor of shape {tuple(what.shape)}" if isinstance(what, Tensor) else "an optimizer with state"
             problems.append(
                 f"{type(inner).__name__}.{name} holds {kind} that is in no state and no parameter group; nothing says "
-                "where it belongs. Keep it in state, per parameter, or in a parameter group."
+                "where it belongs. Keep it in state, per parameter, or in a parameter group; or declare it: "
+                f"layouts={{'self.{name}': 'saved'}}, or 'constant' if only its constructor sets it."
             )
             break
     return problems

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from shardopt.errors import FormatError
+from shardopt.layouts.declared import ATTRIBUTE
 from shardopt.layouts.interchange import is_interchangeable
-from shardopt.portable.beside import read_beside
+from shardopt.portable.beside import Constant, digest_of, read_beside
 from shardopt.portable.export import DRAWS
 from shardopt.portable.manifest import Manifest
 from shardopt.presentation.choice import qualified_name
@@ -46,11 +47,15 @@ class BesidePlan:
         for key in [key for key in state if isinstance(key, str) and key not in self.named]:
             del state[key]
         for key, value in self.named.items():
-            live = state.get(key)
+            if isinstance(value, Constant):
+                continue
+            holder = vars(self.part.inner) if key.startswith(ATTRIBUTE) else state
+            name = key.removeprefix(ATTRIBUTE)
+            live = holder.get(name)
             if isinstance(value, Tensor) and isinstance(live, Tensor) and _takes(live, value):
                 live.copy_(value)
             else:
-                state[key] = value
+                holder[name] = value
 
 
 def _takes(live: Tensor, value: Tensor) -> bool:
@@ -73,7 +78,33 @@ def _plans(inventory: Inventory, manifest: Manifest, report: Report) -> Iterator
         except FormatError as error:
             report.problems.append(f"{type(part.inner).__name__}: {error}")
             continue
+        report.problems += _unlike(part, named or {})
+        held = (name for name in part.saved_attributes if name in vars(part.inner))
+        kept = [name for name in held if ATTRIBUTE + name not in (named or {})]
+        if kept:
+            label = type(part.inner).__name__
+            report.notes.append(f"{label}: its attributes {kept} are not in the checkpoint, and stay.")
         yield BesidePlan(part, named, _draws(part, manifest, index))
+
+
+def _unlike(part: Part, named: Mapping[str, Any]) -> Iterator[str]:
+    """Attributes that are declared otherwise than they were saved."""
+    label = type(part.inner).__name__
+    constants = {ATTRIBUTE + name: name for name in part.constants}
+    saved = {ATTRIBUTE + name for name in part.saved_attributes}
+    for key in sorted({*constants, *saved, *(key for key in named if key.startswith(ATTRIBUTE))}):
+        told = named.get(key)
+        if isinstance(told, Constant) and key in constants:
+            if told.digest != digest_of(vars(part.inner)[constants[key]], label):
+                yield (
+                    f"{label}: {key} is declared constant, and was saved with another value; build the optimizer with "
+                    "the arguments it was saved with."
+                )
+        elif isinstance(told, Constant) or key in constants:
+            there = "constant" if isinstance(told, Constant) else "not constant" if key in named else "absent"
+            yield f"{label}: {key} is {there} in the checkpoint; declare it in layouts= as it was when it was saved."
+        elif key in named and key not in saved:
+            yield f"{label}: {key} is in the checkpoint; declare it: layouts={{{key!r}: 'saved'}}."
 
 
 def _draws(part: Part, manifest: Manifest, index: int) -> tuple[int, int] | None:

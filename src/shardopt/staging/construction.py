@@ -33,6 +33,7 @@ def construct(
     mode: str,
     vote_timeout_s: float,
     plain: str,
+    layouts: Mapping[str, str] | None,
 ) -> tuple[Inventory, Consensus]:
     """Collective. The parameters of the optimizers, and how their ranks agree; steps nothing and makes no state.
 
@@ -55,7 +56,7 @@ def construct(
     try:
         inners = _listed(optimizer, torch.optim.Optimizer, "optimizer")
         models = _listed(model, nn.Module, "model")
-        parts = [make_part(inner, compute) for inner in checked(inners, wrapper)]
+        parts = [make_part(inner, compute, layouts) for inner in checked(inners, wrapper)]
         tracked = track_all(inners, models)
     except BaseException as error:
         failure = failure or error
@@ -128,7 +129,7 @@ def _described(parts: Sequence[Part], tracked: Sequence[Tracked], options: Mappi
     held = {f"the option {name}": repr(value) for name, value in options.items()}
     for index, part in enumerate(parts):
         kind = type(part.inner)
-        held[f"optimizer {index}"] = f"{kind.__module__}.{kind.__qualname__} {part.choice.compute}"
+        held[f"optimizer {index}"] = f"{kind.__module__}.{kind.__qualname__} {part.choice.compute} {dict(part.layouts)}"
     members: dict[int, list[str]] = {index: [] for index in range(sum(len(part.inner.param_groups) for part in parts))}
     for item in tracked:
         members[item.group].append(item.fqn)

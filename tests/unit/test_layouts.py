@@ -1,0 +1,163 @@
+"""State in attributes of an optimizer: found, refused, and saved when it is declared or was seen to move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from shardopt import LoadError, PlacementError, ShardedStateOptimizer, register_layouts
+from shardopt.layouts import declared
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+class Holding(torch.optim.SGD):
+    """Steps by a scale that it counts down and a table that its constructor makes."""
+
+    def __init__(self, params: Any, lr: float = 0.5, size: int = 3) -> None:
+        super().__init__(params, lr=lr)
+        self.table = torch.arange(float(size))
+        self.scale = torch.ones(2)
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        self.scale *= 0.5
+        super().step()
+
+
+BOTH = {"self.table": "constant", "self.scale": "saved"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(declared, "_REGISTERED", {})
+
+
+def wrapped(model: nn.Module, layouts: Mapping[str, str] | None = BOTH, **options: Any) -> ShardedStateOptimizer:
+    return ShardedStateOptimizer(Holding(model.parameters(), **options), model, layouts=layouts)
+
+
+def step(optimizer: torch.optim.Optimizer, model: nn.Module, times: int = 1) -> None:
+    for _ in range(times):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+
+def saved(path: Path, times: int = 3, **options: Any) -> ShardedStateOptimizer:
+    model = nn.Linear(3, 2)
+    optimizer = wrapped(model, **options)
+    step(optimizer, model, times)
+    dcp.save({"optim": optimizer}, checkpoint_id=path)
+    return optimizer
+
+
+def inner(optimizer: ShardedStateOptimizer) -> Any:
+    return optimizer.optimizers[0]
+
+
+def test_tensors_in_attributes_are_refused_with_the_declaration_that_would_save_them(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(PlacementError, match=r"Holding.table holds a tensor.*layouts=\{'self.table': 'saved'\}"):
+        wrapped(model, None).state_dict()
+
+
+def test_declared_attributes_are_saved_and_loaded_and_so_is_a_number_that_steps_change(tmp_path: Path) -> None:
+    saved(tmp_path)
+    fresh = wrapped(nn.Linear(3, 2))
+    scale, table = inner(fresh).scale, inner(fresh).table
+    dcp.load({"optim": fresh}, checkpoint_id=tmp_path)
+    assert inner(fresh).num_steps == 3
+    assert inner(fresh).scale is scale
+    assert torch.equal(scale, torch.full((2,), 0.125))
+    assert inner(fresh).table is table
+
+
+def test_a_constant_that_differs_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    saved(tmp_path)
+    other = wrapped(nn.Linear(3, 2), size=4)
+    with pytest.raises(LoadError, match=r"Holding: self.table is declared constant, and was saved with another value"):
+        other.prepare_load(tmp_path)
+    assert inner(other).num_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("layouts", "what"),
+    [
+        ({"self.table": "saved", "self.scale": "saved"}, "self.table is constant in the checkpoint"),
+        ({"self.table": "constant", "self.scale": "constant"}, "self.scale is not constant in the checkpoint"),
+    ],
+)
+def test_attributes_that_are_declared_otherwise_are_refused(tmp_path: Path, layouts: dict[str, str], what: str) -> None:
+    saved(tmp_path)
+    with pytest.raises(LoadError, match=what):
+        wrapped(nn.Linear(3, 2), layouts).prepare_load(tmp_path)
+
+
+def test_attributes_of_another_checkpoint_stay_and_are_noted(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = ShardedStateOptimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model)
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
+    other = ShardedStateOptimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model)
+    inner(other).added = 3
+    other._inventory.parts[0].layouts = {"self.added": "saved"}
+    prepared = other.prepare_load(tmp_path)
+    assert "SGD: its attributes ['added'] are not in the checkpoint, and stay." in prepared.report.notes
+
+
+def test_layouts_are_registered_for_a_class_and_given_for_one_optimizer() -> None:
+    given = {"self.table": "constant"}
+    register_layouts(Holding, given)
+    given["self.table"] = "saved"
+    optimizer = wrapped(nn.Linear(3, 2), {"self.scale": "saved"})
+    assert dict(optimizer._inventory.parts[0].layouts) == BOTH
+    optimizer.state_dict()
+    with pytest.raises(TypeError):
+        optimizer._inventory.parts[0].layouts["self.scale"] = "constant"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "error", "what"),
+    [
+        ({"momentum": "sharded"}, ValueError, "an entry of a parameter's state.*'elementwise'"),
+        ({"self.table": "elementwise"}, ValueError, "an attribute of the optimizer.*'saved', 'constant'"),
+        ({3: "saved"}, TypeError, "expected a dict"),
+        ("self.table", TypeError, "expected a dict"),
+        ({"self.nothing": "saved"}, PlacementError, r"Holding has no attributes \['nothing'\]"),
+    ],
+)
+def test_wrong_layouts_are_refused_when_they_are_made(layouts: Any, error: type[Exception], what: str) -> None:
+    with pytest.raises(error, match=what):
+        wrapped(nn.Linear(3, 2), layouts)
+
+
+class Keeps(torch.optim.Optimizer):
+    """Of no interest; keeps a plain tensor of the parameter's local shape, and cannot be tried."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["kept"] = param.detach().clone()
+
+
+def test_a_declared_entry_is_stored_as_a_tensor_of_the_parameters_shape() -> None:
+    model = nn.Linear(3, 2)
+    keys: list[set[str]] = []
+    for layouts in (None, {"kept": "elementwise"}):
+        optimizer = ShardedStateOptimizer(Keeps(model.parameters()), model, compute="dtensor", layouts=layouts)
+        step(optimizer, model)
+        keys.append({key for key in optimizer.state_dict() if key.startswith("state.")})
+    assert keys == [set(), {"state.weight.kept", "state.bias.kept"}]
