@@ -23,7 +23,9 @@ from tests.ranks.whole_runs import (
     resume_job,
     train_job,
     unequal,
+    unfreezing_job,
     unsharded,
+    views_job,
 )
 from tests.support.ranks import RankPool
 
@@ -199,3 +201,15 @@ def test_explain_says_who_owns_what_where_results_round_and_what_a_checkpoint_is
         assert "odd.row.weight" in rounded
         assert "even.column.weight" not in rounded
         assert "checkpoint: refused. SGD.scales holds a tensor of shape (3,)" in odd
+
+
+def test_state_that_is_a_view_of_the_parameter_is_refused(ranks: RankPool) -> None:
+    for said in ranks.run(2, views_job, "fsdp2"):
+        assert "state 'old' is the parameter itself or a view of it" in said
+
+
+@pytest.mark.parametrize("compute", ["owner", "replicated"])
+def test_parameters_may_be_unfrozen(ranks: RankPool, compute: str) -> None:
+    torch.set_num_threads(1)
+    wanted = assemble([unfreezing_job(None, compute)])
+    assert unequal(assemble(ranks.run(3, unfreezing_job, "fsdp3", compute)), wanted) == []

@@ -106,13 +106,18 @@ def unequal(got: Whole, want: Whole) -> list[str]:
 class FailsOnce(torch.optim.SGD):
     """Raises in the middle of its second update, where it has a parameter of one row."""
 
-    calls = 0
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        # Not a number, which would be part of the state, and count again after a load.
+        self.calls: list[None] = []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.calls += 1
+        self.calls.append(None)
         super().step()
-        if self.calls == 2 and any(param.shape == (1, 3) for group in self.param_groups for param in group["params"]):
+        if len(self.calls) == 2 and any(
+            param.shape == (1, 3) for group in self.param_groups for param in group["params"]
+        ):
             raise ValueError("does not converge")
 
 
@@ -266,3 +271,42 @@ def explained_job(topology: str) -> list[str]:
             inner.scales = torch.ones(3)  # pyrefly: ignore
         said.append(ShardedStateOptimizer(inner, track.model, vote_timeout=VOTE_TIMEOUT_S).explain())
     return said
+
+
+class KeepsViews(torch.optim.SGD):
+    """Remembers the parameter, not a copy of it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["old"] = param.data
+
+
+def views_job(topology: str) -> str:
+    """What a rule that keeps views is told."""
+    track = Track(topology)
+    inner = KeepsViews(list(track.params.values()), lr=0.125)
+    optimizer = ShardedStateOptimizer(inner, track.model, compute="owner", vote_timeout=VOTE_TIMEOUT_S)
+    try:
+        track.train(optimizer, [0])
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def unfreezing_job(topology: str | None, compute: str) -> Held:
+    """A parameter is frozen at first, and trained from the third step on."""
+    track = Track(topology)
+    track.put(track.start)
+    frozen = track.params["odd.row.weight"]
+    frozen.requires_grad_(False)
+    optimizer = _make(track, WholeRule("AdamW", {"lr": 0.1}), compute)
+    for step in range(4):
+        frozen.requires_grad_(step >= 2)
+        track.give_gradients(step)
+        if step < 2:
+            frozen.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(track)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from shardopt.layouts.tracked import Keeping
-from shardopt.presentation.whole import Shown, WholePresentation
+from shardopt.presentation.shown import Shown
+from shardopt.presentation.whole import WholePresentation
 
 __all__ = ["OwnerPresentation"]
 

@@ -18,8 +18,9 @@ from shardopt.layouts.tracked import Keeping
 from shardopt.presentation.ownership import Balance
 from shardopt.presentation.presentation import Agree, Ready
 from shardopt.presentation.showing import Showing
+from shardopt.presentation.shown import Shown
 from shardopt.presentation.stowage import Stowage, Stowed
-from shardopt.presentation.whole import Shown, WholePresentation
+from shardopt.presentation.whole import WholePresentation
 from shardopt.scope import Scope
 
 __all__ = ["ReplicatedPresentation"]

@@ -15,45 +15,16 @@ from torch.distributed.tensor import DTensor
 from shardopt.errors import PlacementError, PresentationError
 from shardopt.geometry import Box
 from shardopt.layouts.tracked import Keeping, Tracked
-from shardopt.presentation.ownership import Balance, Holdings, exchange_boxes
+from shardopt.presentation.ownership import Balance, exchange_boxes
 from shardopt.presentation.presentation import Agree, Presentation, Ready
 from shardopt.presentation.showing import Showing
+from shardopt.presentation.shown import Shown, refuse_views, view_of
 from shardopt.presentation.transport import Move, Transport
 from shardopt.scope import Scope
 from shardopt.scope.channel import Channel
 from shardopt.torch_compat import gradients_of, local_shard, same_spec
 
-__all__ = ["Shown", "WholePresentation"]
-
-
-@dataclass(slots=True)
-class Shown:
-    """One parameter, and what stands for it during a step.
-
-    Attributes:
-        item: the parameter.
-        holdings: which ranks hold what of it.
-        owner: the rank that keeps its state, as a place in the scope; None when every rank has its own.
-        leaf: what the inner optimizer sees; without memory between steps.
-        whole: in a step, all of the parameter.
-        is_shard: whether that is the shard itself.
-        gradient: in a step, all of its gradient, if there is one.
-        part: in a step, this rank's part of the gradient.
-    """
-
-    item: Tracked
-    holdings: Holdings
-    owner: int | None
-    leaf: nn.Parameter
-    whole: Tensor | None = None
-    is_shard: bool = False
-    gradient: Tensor | None = None
-    part: Tensor | None = None
-
-    @property
-    def shard(self) -> Tensor:
-        """This rank's part of the parameter."""
-        return self.item.local.detach()
+__all__ = ["WholePresentation"]
 
 
 # Plans of exchanges that are kept: one for each set of parameters that had gradients.
@@ -222,9 +193,10 @@ class WholePresentation(Presentation):
     def _take_memory(self, gradients: Sequence[Tensor | None]) -> None:
         own = self._scope.index
         for shown, gradient in zip(self._shown, gradients, strict=True):
-            if shown.owner is not None and (own not in self.targets(shown) or _is_idle(shown, gradient is not None)):
+            if shown.owner is not None and (own not in self.targets(shown) or shown.is_idle(gradient is not None)):
                 continue
             shard = shown.shard
+            shown.leaf.requires_grad_(shown.item.param.requires_grad)
             # With other ranks in it, a step writes to no shard before all of them have stepped.
             is_all = shown.item.box == Box.whole(shown.item.shape) and (self._scope.size == 1 or shown.owner is None)
             shown.is_shard = is_all
@@ -249,6 +221,7 @@ class WholePresentation(Presentation):
         result: Any = None
         try:
             result = self._update(closure, amp)
+            refuse_views(self.visible(), self.inner)
         except BaseException as error:
             failure = error
         self._agree_on_update(failure)
@@ -292,7 +265,7 @@ class WholePresentation(Presentation):
             for whole, part in ((shown.whole, shown.shard), (shown.gradient, shown.part)):
                 if whole is not None and part is not None and part.numel():
                     with torch.no_grad():
-                        _at(whole, shown.item.box).copy_(part)
+                        view_of(whole, shown.item.box).copy_(part)
 
         def read(move: Move) -> Tensor:
             shown = self._shown[move.tensor // 2]
@@ -304,7 +277,7 @@ class WholePresentation(Presentation):
             shown = self._shown[move.tensor // 2]
             whole = shown.gradient if move.tensor % 2 else shown.whole
             assert whole is not None
-            return _at(whole, move.box)
+            return view_of(whole, move.box)
 
         for device, routes in self._routes_now().items():
             routes.there.run(read, write, device)
@@ -314,12 +287,12 @@ class WholePresentation(Presentation):
         for shown in self.visible():
             if shown.whole is not None and shown.shard.numel() and not shown.is_shard:
                 with torch.no_grad():
-                    shown.shard.copy_(_at(shown.whole, shown.item.box))
+                    shown.shard.copy_(view_of(shown.whole, shown.item.box))
 
         def read(move: Move) -> Tensor:
             whole = self._shown[move.tensor].whole
             assert whole is not None
-            return _at(whole, move.box)
+            return view_of(whole, move.box)
 
         for device, routes in self._routes_now().items():
             routes.back.run(read, lambda move: self._shown[move.tensor].shard, device)
@@ -330,7 +303,7 @@ class WholePresentation(Presentation):
             return {}
         on: dict[torch.device, list[int]] = {}
         for index, shown in enumerate(self._shown):
-            if shown.owner is not None and not _is_idle(shown, self._has[index]):
+            if shown.owner is not None and not shown.is_idle(self._has[index]):
                 on.setdefault(shown.item.local.device, []).append(index)
         found: dict[torch.device, _Routes] = {}
         if len(self._routes) > _MOST_ROUTES:
@@ -371,16 +344,6 @@ class WholePresentation(Presentation):
     def to_state(self, tracked: Tracked, local: Tensor) -> Tensor:
         """The tensor itself."""
         return local
-
-
-def _is_idle(shown: Shown, has_gradient: bool) -> bool:
-    """Whether no rule updates it: then it is not shown, and stays where it is."""
-    return not has_gradient and not shown.item.param.requires_grad
-
-
-def _at(whole: Tensor, box: Box) -> Tensor:
-    """The view of a box."""
-    return whole[tuple(slice(start, end) for start, end in zip(box.offset, box.end, strict=True))]
 
 
 def _raise(operation: str, failure: BaseException | None, digest: bytes) -> None:
