@@ -69,8 +69,8 @@ def refuse_views(shown: Sequence[Shown], inner: torch.optim.Optimizer) -> None:
             if one.is_seen_in(value):
                 raise PlacementError(
                     f"{one.item.fqn}: state {entry!r} is the parameter itself or a view of it, which is whole only "
-                    "while the optimizer steps; a rule must keep a copy (clone()). compute='dtensor' shows it the parameters "
-                    "themselves."
+                    "while the optimizer steps; a rule must keep a copy (clone()). compute='dtensor' shows it the "
+                    "parameters themselves."
                 )
 
 
