@@ -39,14 +39,21 @@ def check_conditions(line: dict[str, Any]) -> None:
 
 def test_step(tmp_path: Path) -> None:
     sizes = ("--tensors", "3", "--rows", "5", "--columns", "2", "--steps", "3", "--block", "2")
-    output, lines = run_benchmark("step.py", *sizes, out=tmp_path / "step.jsonl")
-    found = [(line["config"]["ranks"], line["config"]["kernel"]) for line in lines]
-    assert found == [(1, "fused"), (1, "foreach"), (2, "fused"), (2, "foreach")]
-    for line in lines:
+    # 5 columns: on 4 ranks the last holds nothing of the matrix of 5 rows.
+    sizes_of_muon = ("--muon-width", "5", "--muon-layers", "1", "--muon-steps", "2")
+    output, lines = run_benchmark("step.py", *sizes, *sizes_of_muon, out=tmp_path / "step.jsonl")
+    found = [(line["config"]["ranks"], line["config"].get("kernel")) for line in lines]
+    assert found == [(1, "fused"), (1, "foreach"), (2, "fused"), (2, "foreach"), (2, None), (4, None)]
+    for line in lines[:4]:
         check_conditions(line)
         assert set(line["samples"]) == {"bare", "wrapped", "no vote", "plain", "vote"}
         assert all(len(times) == 3 and min(times) > 0 for times in line["samples"].values())
+    for line in lines[4:]:
+        check_conditions(line)
+        assert set(line["samples"]) == {"bare", "owner", "replicated"}
+        assert all(len(times) == 2 and min(times) > 0 for times in line["samples"].values())
     assert output.count("bare / wrapped") == 4
+    assert output.count("bare / owner") == 2
 
 
 def test_consensus(tmp_path: Path) -> None:
