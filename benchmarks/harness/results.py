@@ -17,6 +17,9 @@ __all__ = ["LOCAL_RESULTS", "conditions", "record"]
 
 _BENCHMARKS = Path(__file__).resolve().parent.parent
 
+# From the root of the repository, wherever git is called; results change with each run.
+_CODE = (":/src", ":/csrc", ":/benchmarks", ":(top,exclude)benchmarks/results")
+
 # Not in git. Results to be kept are written to the folder above it, by --out.
 LOCAL_RESULTS = _BENCHMARKS / "results" / "local"
 
@@ -26,7 +29,7 @@ def conditions() -> dict[str, Any]:
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "sha": _git("rev-parse", "--short=12", "HEAD"),
-        "modified": _git("status", "--porcelain", "--untracked-files=no", "--", "src", "csrc", "benchmarks") != "",
+        "modified": _git("status", "--porcelain", "--untracked-files=no", "--", *_CODE) != "",
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "load": [round(load, 2) for load in os.getloadavg()],
