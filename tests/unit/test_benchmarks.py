@@ -82,6 +82,20 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert output.count("peak over needed memory") == 3
 
 
+def test_memory(tmp_path: Path) -> None:
+    sizes = ("--vocabulary", "7", "--width", "4", "--layers", "1")
+    output, lines = run_benchmark("memory.py", *sizes, "--rules", "SGD", "AdamW", out=tmp_path / "memory.jsonl")
+    assert [line["config"]["rule"] for line in lines] == ["SGD", "AdamW"]
+    for line in lines:
+        check_conditions(line)
+        first, later = line["samples"]["first step"], line["samples"]["later step"]
+        # Float32 of 7x4, 12x4, 4x4, 16x4 and 4x16, each on one rank.
+        assert sum(rank["owned"] for rank in first) == sum(rank["owned"] for rank in later) == 4 * 4 * (7 + 12 + 4 + 32)
+        assert all(rank["state"] > 0 for rank in first)
+        assert all(rank["state"] == 0 for rank in later)
+    assert output.count("step: over") == 4
+
+
 @pytest.mark.parametrize(("value", "at_least", "passed"), [(1.2, True, True), (1.19, True, False), (1.3, False, False)])
 def test_one_missed_bar_fails_all(
     value: float, at_least: bool, passed: bool, capsys: pytest.CaptureFixture[str]
