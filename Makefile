@@ -58,6 +58,7 @@ demo: .venv/.installed
 
 bench: .venv/.installed
 	.venv/bin/python benchmarks/step.py
+	.venv/bin/python benchmarks/memory.py
 	.venv/bin/python benchmarks/consensus.py
 	.venv/bin/python benchmarks/checkpoint.py
 

@@ -35,8 +35,8 @@ _MIB = 1 << 20
 # Over the largest parameter: it travels in one piece.
 _MOST_OVER_BYTES = 256 * _MIB
 
-# Bytes. glibc reads it when a process starts; without it the threshold rises as tensors are freed, their memory is kept,
-# and what a step takes out of that is not seen.
+# Bytes. glibc reads it when a process starts; without it the threshold rises as tensors are freed, their memory is
+# kept, and what a step takes out of that is not seen.
 _OWN_MAPPING_FROM = "65536"
 
 _RULES: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
