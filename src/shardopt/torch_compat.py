@@ -45,6 +45,7 @@ __all__ = [
     "set_gradients",
     "shard_in_place",
     "spec_token",
+    "stand_in",
     "storage_token",
     "unscale_in_place",
     "without_dynamo",
@@ -337,6 +338,17 @@ def _fsdp_params() -> Iterator[Any]:
             groups = getattr(state, "_fsdp_param_groups", None)
             for group in [state._fsdp_param_group] if groups is None else groups:
                 yield from () if group is None else group.fsdp_params
+
+
+def stand_in(param: Tensor, data: Tensor) -> nn.Parameter:
+    """A leaf over ``data`` that has the attributes users have written on ``param``, and later ones too.
+
+    The two share one dict of attributes: rules read what users have put there, a decay or a scale for the parameter.
+    What torch keeps of its own in it is that the tensor is a parameter.
+    """
+    leaf = nn.Parameter(data, requires_grad=param.requires_grad)
+    leaf.__dict__ = vars(param)
+    return leaf
 
 
 def placed_like(param: DTensor, local: Tensor) -> DTensor:

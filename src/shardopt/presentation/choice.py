@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from shardopt.errors import PresentationError
 from shardopt.layouts.catalog import spec_of, whole_spec_of, why_never
 from shardopt.layouts.interchange import qualified
 from shardopt.presentation.probe import Finding, probe
+from shardopt.presentation.side_storage import refuse_remembered
 
 __all__ = ["COMPUTE", "Choice", "choose", "qualified_name"]
 
@@ -58,6 +60,7 @@ def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
         raise PresentationError(f"{label} cannot be wrapped: {never}")
     if compute == "dtensor":
         return Choice("dtensor", "asked for: the rule runs on the DTensors themselves")
+    refuse_remembered(inner)
     if spec_of(inner) is not None:
         return _known_elementwise(label, compute)
     whole = whole_spec_of(inner)
@@ -110,16 +113,17 @@ def _decided(label: str, compute: str, found: Finding, how: str) -> Choice:
     return Choice(asked, reason, found.entries, found.attributes)
 
 
-# Not many: a program has few optimizers.
-_FINDINGS: dict[str, Finding] = {}
+# By the class itself, since two may have one name, and weakly, since another may get its place in memory.
+_FINDINGS: weakref.WeakKeyDictionary[type[torch.optim.Optimizer], dict[str, Finding]] = weakref.WeakKeyDictionary()
 
 
 def _remembered(inner: torch.optim.Optimizer) -> Finding:
     """What the probe finds, once for each class, options and numbers of dimensions."""
+    known = _FINDINGS.setdefault(type(inner), {})
     key = _signature(inner)
-    if key not in _FINDINGS:
-        _FINDINGS[key] = probe(inner)
-    return _FINDINGS[key]
+    if key not in known:
+        known[key] = probe(inner)
+    return known[key]
 
 
 def _signature(inner: torch.optim.Optimizer) -> str:
@@ -127,8 +131,7 @@ def _signature(inner: torch.optim.Optimizer) -> str:
         (sorted({param.dim() for param in group["params"]}), _values(group, ("params", "param_names")))
         for group in inner.param_groups
     ]
-    # By the class itself: two of one name may differ.
-    return repr((id(type(inner)), groups, _values(vars(inner), ("state", "param_groups", "defaults"))))
+    return repr((groups, _values(vars(inner), ("state", "param_groups", "defaults"))))
 
 
 def _values(held: Mapping[str, Any], leave_out: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -84,6 +84,7 @@ class Inventory:
         self.identity = Identity(self.models)
         for part in self.parts:
             part.presentation.identity = self.identity
+            part.presentation.own_plain = self.own_index is not None
 
     @property
     def is_spread(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,7 +15,15 @@ from torch.distributed.tensor import DTensor
 from shardopt.errors import PlacementError, PresentationError
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.presentation import Presentation, Ready
-from shardopt.torch_compat import gradients_of, local_shard, same_spec, set_gradients, shard_in_place, spec_token
+from shardopt.torch_compat import (
+    gradients_of,
+    local_shard,
+    same_spec,
+    set_gradients,
+    shard_in_place,
+    spec_token,
+    stand_in,
+)
 
 __all__ = ["LocalPresentation"]
 
@@ -45,6 +53,7 @@ class LocalPresentation(Presentation):
         self._shards: list[Tensor] = []
         self._leaves: list[Tensor] = []
         self._specs: list[object] = []
+        self._trainable: list[bool] = []
         self._leaf_of: dict[int, Tensor] = {}
         self._param_of: dict[int, Tensor] = {}
         self._leaf_lists: list[list[Tensor]] = []
@@ -121,6 +130,11 @@ class LocalPresentation(Presentation):
         self._check_parameters()
         if not all(map(is_, map(shard_in_place, self._params), self._shards)):
             self._refresh()
+        trainable = list(map(_requires_grad, self._params))
+        if trainable != self._trainable:
+            self._trainable = trainable
+            for leaf, does in zip(self._leaves, trainable, strict=True):
+                leaf.requires_grad_(does)
         grads = gradients_of(self._params)
         parts = self._usual_parts(grads)
         if parts is not None:
@@ -205,6 +219,7 @@ class LocalPresentation(Presentation):
         self.inner.state = user_state
         for group, params in zip(self.inner.param_groups, user_lists, strict=True):
             group["params"] = params
+        self._clear_cleared()
         # A leaf that kept its gradient would hold the memory past zero_grad(set_to_none=True).
         set_gradients(self._leaves, repeat(None, len(self._leaves)))
         if shown is user_state:
@@ -215,13 +230,29 @@ class LocalPresentation(Presentation):
             user_state.clear()
             user_state.update(restored)
 
+    def _clear_cleared(self) -> None:
+        """Takes the user's gradients away where the rule has taken the leaves' (its own ``zero_grad``).
+
+        One look tells, nearly always: a rule clears all of them or none.
+        """
+        first = next((index for index, param in enumerate(self._params) if param.grad is not None), None)
+        if first is None or self._leaves[first].grad is not None:
+            return
+        for param, leaf in zip(self._params, self._leaves, strict=True):
+            if leaf.grad is None:
+                param.grad = None
+
     def to_state(self, tracked: Tracked, local: Tensor) -> Tensor:
         """The local tensor itself."""
         return local
 
 
+# In C, since it is read for every parameter in every step.
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+
+
 def _leaf(param: DTensor, shard: Tensor) -> nn.Parameter:
-    return nn.Parameter(shard.detach(), requires_grad=param.requires_grad)
+    return stand_in(param, shard.detach())
 
 
 def _renamed(keys: Sequence[Any], names: dict[int, Tensor]) -> list[Any]:

@@ -21,7 +21,8 @@ from shardopt.torch_compat import gradients_of, local_shard, raw_step
 
 __all__ = ["Agree", "Presentation", "Ready", "amp_scale", "drop_amp_scale"]
 
-Agree = Callable[[str, "BaseException | None", bytes], None]
+# A vote within a step: operation, why this rank cannot, what must be equal, flags; all ranks' flags, as far as known.
+Agree = Callable[[str, "BaseException | None", bytes, int], int]
 
 # In C, since it is read for every plain parameter in every step.
 _kind_of: Callable[[Tensor], tuple[Any, ...]] = attrgetter("dtype", "shape", "device")
@@ -66,14 +67,15 @@ class Presentation(ABC):
         self._plain_kinds: list[tuple[Any, ...]] = []
         self._identity_is_new = True
         self._without_gradient: set[int] = set()
+        # Whether parameters that are not sharded are each rank's own.
+        self.own_plain = False
 
-    def join(self, scope: Scope, balance: Balance, *, own_plain: bool, agree: Agree) -> None:
+    def join(self, scope: Scope, balance: Balance, agree: Agree) -> None:
         """Collective, in those that communicate. Takes the ranks, once they have met.
 
         Args:
             scope: the ranks.
             balance: of what they own, over all wrapped optimizers.
-            own_plain: whether parameters that are not sharded are each rank's own.
             agree: a vote within a step.
         """
         return None

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from shardopt.errors import RankFailureError
-from shardopt.layouts.tracked import Keeping
+from shardopt.errors import PresentationError, RankFailureError
+from shardopt.layouts.tracked import Keeping, Tracked
 from shardopt.presentation.ownership import Balance
 from shardopt.presentation.presentation import Agree, Ready
 from shardopt.presentation.showing import Showing
@@ -45,9 +46,9 @@ class ReplicatedPresentation(WholePresentation):
         # By the parameter's id: what state looks like that another rank keeps.
         self._forms: dict[int, Any] = {}
 
-    def join(self, scope: Scope, balance: Balance, *, own_plain: bool, agree: Agree) -> None:
+    def join(self, scope: Scope, balance: Balance, agree: Agree) -> None:
         """Collective. Takes the ranks, and the first one's seed."""
-        super().join(scope, balance, own_plain=own_plain, agree=agree)
+        super().join(scope, balance, agree)
         self._stowage = Stowage(scope, self._channel)
         self._seed = json.loads(scope.exchange("seed", json.dumps(torch.initial_seed()).encode())[0])
 
@@ -63,6 +64,21 @@ class ReplicatedPresentation(WholePresentation):
     def state_changed(self) -> None:
         """The owners tell the form of their state anew in the next step."""
         self._stowage.forget()
+
+    def check_new(self, tracked: Sequence[Tracked]) -> None:
+        """Checks also that no parameter is this rank's own.
+
+        Raises:
+            PresentationError: some are, and a rule that couples parameters would take the shared ones apart.
+        """
+        super().check_new(tracked)
+        own = [item.fqn for item in tracked if self.own_plain and not isinstance(item.param, DTensor)]
+        if own:
+            raise PresentationError(
+                f"{', '.join(own[:5])}{', ...' * (len(own) > 5)}: with plain='per_rank' each rank has parameters of "
+                f"its own, and {type(self.inner).__name__} couples all parameters that it has; give those that are "
+                "each rank's own an optimizer of their own."
+            )
 
     def targets(self, shown: Shown) -> Sequence[int]:
         """All ranks."""
@@ -109,10 +125,10 @@ class ReplicatedPresentation(WholePresentation):
         sums = [_sum_of_bits(shown.whole) for shown in self._shared() if shown.whole is not None]
         return torch.stack(sums).cpu().numpy().tobytes() if sums else b""
 
-    def _agree_on_update(self, failure: BaseException | None) -> None:
+    def _agree_on_update(self, failure: BaseException | None) -> int:
         """Collective."""
         try:
-            self._agree("update", failure, b"" if failure else self._digest())
+            return self._agree("update", failure, b"" if failure else self._digest(), self.cleared())
         except RankFailureError as verdict:
             if not verdict.disagree or verdict.failures or verdict.missing:
                 raise
@@ -146,7 +162,7 @@ class ReplicatedPresentation(WholePresentation):
                 ready = self.preflight()
             except BaseException as error:
                 failure = error
-            self._agree("closure", failure, b"")
+            self._agree("closure", failure, b"", 0)
             self._align(ready)
             self._gather()
             return self._common(loss)

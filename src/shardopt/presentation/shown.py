@@ -13,7 +13,7 @@ from shardopt.geometry import Box
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.ownership import Holdings
 
-__all__ = ["Shown", "refuse_views", "view_of"]
+__all__ = ["Shown", "refuse_shared", "view_of"]
 
 
 @dataclass(slots=True)
@@ -58,14 +58,21 @@ class Shown:
         return value.untyped_storage().data_ptr() == self.whole.untyped_storage().data_ptr()
 
 
-def refuse_views(shown: Sequence[Shown], inner: torch.optim.Optimizer) -> None:
-    """Checks, after an update, that state does not show the memory of whole parameters, which is about to go.
+def refuse_shared(shown: Sequence[Shown], inner: torch.optim.Optimizer) -> None:
+    """Checks, after an update, that state shares no memory with whole parameters, which go, nor with other state.
 
     Raises:
         PlacementError: an entry does.
     """
+    holder: dict[int, str] = {}
     for one in shown:
         for entry, value in (inner.state.get(one.item.param) or {}).items():
+            here = f"{one.item.fqn}: state {entry!r}"
+            if isinstance(value, Tensor) and holder.setdefault(id(value), here) != here:
+                raise PlacementError(
+                    f"{here} is the same tensor as {holder[id(value)]}, and parameters of one rank would share what "
+                    "those of two ranks cannot; keep a tensor for each, or state under a name: self.state['name']."
+                )
             if one.is_seen_in(value):
                 raise PlacementError(
                     f"{one.item.fqn}: state {entry!r} is the parameter itself or a view of it, which is whole only "

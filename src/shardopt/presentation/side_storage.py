@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["side_storage"]
+from shardopt.errors import PresentationError
+
+__all__ = ["refuse_remembered", "side_storage"]
 
 # Saved, or made anew by GradScaler for each step.
 _KNOWN = frozenset({"state", "param_groups", "defaults", "grad_scale", "found_inf"})
@@ -41,6 +43,44 @@ def side_storage(inner: torch.optim.Optimizer, saved: Container[int], known: Col
             )
             break
     return problems
+
+
+def refuse_remembered(inner: torch.optim.Optimizer) -> None:
+    """Checks that the optimizer finds its parameters in its groups, and has not noted them elsewhere.
+
+    What it has noted would be updated in place of what it is shown. A group's own list may have a second name.
+
+    Raises:
+        PresentationError: an attribute holds parameters.
+    """
+    lists = {id(group["params"]) for group in inner.param_groups}
+    params = {id(param) for group in inner.param_groups for param in group["params"]}
+    noted = [
+        name
+        for name, value in vars(inner).items()
+        if name not in _KNOWN and any(id(found) in params for found in _noted(value, lists, set()))
+    ]
+    if noted:
+        raise PresentationError(
+            f"{type(inner).__name__} holds its parameters in {', '.join(f'self.{name}' for name in noted)} too, and "
+            "would update those in place of what it is shown; it must look for them in its groups. compute='dtensor' "
+            "shows it the parameters themselves."
+        )
+
+
+def _noted(value: Any, lists: Container[int], seen: set[int]) -> Iterator[Tensor]:
+    """Tensors in attributes and containers in them, keys of dicts too; not in the groups' own lists."""
+    if id(value) in seen or id(value) in lists:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in (*value.keys(), *value.values()):
+            yield from _noted(item, lists, seen)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        for item in value:
+            yield from _noted(item, lists, seen)
 
 
 def _found(value: Any, inner: torch.optim.Optimizer, seen: set[int]) -> Iterator[Any]:

@@ -18,15 +18,17 @@ from shardopt.layouts.tracked import Keeping, Tracked
 from shardopt.presentation.ownership import Balance, exchange_boxes
 from shardopt.presentation.presentation import Agree, Presentation, Ready
 from shardopt.presentation.showing import Showing
-from shardopt.presentation.shown import Shown, refuse_views, view_of
+from shardopt.presentation.shown import Shown, refuse_shared, view_of
 from shardopt.presentation.transport import Move, Transport
 from shardopt.scope import Scope
 from shardopt.scope.channel import Channel
-from shardopt.torch_compat import gradients_of, local_shard, same_spec
+from shardopt.torch_compat import gradients_of, local_shard, same_spec, stand_in
 
 __all__ = ["WholePresentation"]
 
 
+# Facts of the vote on an update.
+_CLEARED, _KEPT = 1, 2
 # Plans of exchanges that are kept: one for each set of parameters that had gradients.
 _MOST_ROUTES = 8
 
@@ -55,7 +57,6 @@ class WholePresentation(Presentation):
         self._scope = Scope.single()
         self._channel = Channel(self._scope)
         self._balance = Balance(1)
-        self._own_plain = False
         self._agree: Agree = _raise
         self._has: list[bool] = []
 
@@ -71,12 +72,11 @@ class WholePresentation(Presentation):
 
     # Construction.
 
-    def join(self, scope: Scope, balance: Balance, *, own_plain: bool, agree: Agree) -> None:
+    def join(self, scope: Scope, balance: Balance, agree: Agree) -> None:
         """Collective. Takes the ranks, and what of them is shared by all wrapped optimizers."""
         self._scope = scope
         self._channel = Channel(scope)
         self._balance = balance
-        self._own_plain = own_plain
         self._agree = agree
 
     def check_new(self, tracked: Sequence[Tracked]) -> None:
@@ -112,7 +112,7 @@ class WholePresentation(Presentation):
         owners = iter(self._balance.assign([Box.whole(item.shape).volume for item in shared]))
         for item, holdings in zip(tracked, exchange_boxes(tracked, self._scope), strict=True):
             owner = None if self._is_own(item) else next(owners)
-            leaf = nn.Parameter(item.local.new_empty(0), requires_grad=item.param.requires_grad)
+            leaf = stand_in(item.param, item.local.new_empty(0))
             shown = Shown(item, holdings, owner, leaf)
             item.keeping = Keeping.BESIDE_SHARD if owner is None else self.keeping(shown)
             self._convert_state(item)
@@ -136,7 +136,7 @@ class WholePresentation(Presentation):
         return [f"parameters whose state a rank keeps, whole: {', '.join(said)}"] if len(ranks) > 1 else []
 
     def _is_own(self, item: Tracked) -> bool:
-        return self._own_plain and not isinstance(item.param, DTensor)
+        return self.own_plain and not isinstance(item.param, DTensor)
 
     def _convert_state(self, item: Tracked) -> None:
         state = self.inner.state.get(item.param) or {}
@@ -221,16 +221,23 @@ class WholePresentation(Presentation):
         result: Any = None
         try:
             result = self._update(closure, amp)
-            refuse_views(self.visible(), self.inner)
+            refuse_shared(self.visible(), self.inner)
         except BaseException as error:
             failure = error
-        self._agree_on_update(failure)
+        if self._agree_on_update(failure) == _CLEARED:
+            for shown in self._shown:
+                shown.item.param.grad = None
         self._return()
         return result
 
-    def _agree_on_update(self, failure: BaseException | None) -> None:
-        """Collective."""
-        self._agree("update", failure, b"")
+    def cleared(self) -> int:
+        """For the vote: whether the rule has taken the gradients away that it was shown, as its ``zero_grad`` does."""
+        left = [shown.leaf.grad is not None for shown in self.visible() if shown.gradient is not None]
+        return 0 if not left else _KEPT if any(left) else _CLEARED
+
+    def _agree_on_update(self, failure: BaseException | None) -> int:
+        """Collective. Whether gradients were cleared, over all ranks."""
+        return self._agree("update", failure, b"", self.cleared())
 
     def _align(self, ready: Ready) -> None:
         for index in ready.unaligned:
@@ -346,6 +353,7 @@ class WholePresentation(Presentation):
         return local
 
 
-def _raise(operation: str, failure: BaseException | None, digest: bytes) -> None:
+def _raise(operation: str, failure: BaseException | None, digest: bytes, facts: int) -> int:
     if failure is not None:
         raise failure
+    return facts

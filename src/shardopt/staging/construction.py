@@ -83,12 +83,12 @@ def construct(
 def _join(inventory: Inventory, consensus: Consensus) -> None:
     """Collective. Gives the presentations their ranks."""
 
-    def agree(operation: str, problem: BaseException | None, digest: bytes) -> None:
-        consensus.vote(operation, problem, every_step=True, digest=digest)
+    def agree(operation: str, problem: BaseException | None, digest: bytes, facts: int) -> int:
+        return facts | consensus.vote(operation, problem, every_step=True, digest=digest, facts=facts)
 
     balance = Balance(consensus.scope.size)
     for part in inventory.parts:
-        part.presentation.join(consensus.scope, balance, own_plain=inventory.own_index is not None, agree=agree)
+        part.presentation.join(consensus.scope, balance, agree)
 
 
 def _listed(given: Any, kind: type, name: str) -> list[Any]:
