@@ -148,7 +148,7 @@ _PROTOCOLS: Mapping[str, Protocol] = {
     _PO + "OrthoGrad": Protocol(make=_around_adamw()),
     _PO + "PCGrad": Protocol(
         make=_around_adamw(),
-        refused="is no optimizer: it combines the gradients of several losses before backward ends",
+        refused="is no optimizer: it combines the gradients of several losses",
     ),
     _PO + "SAM": Protocol(make=_class_around_adamw(), calls="step after closure"),
     _PO + "ScheduleFreeWrapper": Protocol(make=_in_train_mode),
