@@ -110,11 +110,11 @@ def _legend() -> str:
             "the unsharded run's, bit for bit, at the same weights.",
             "",
             '* `compute`: what `compute="auto"` chose.',
-            "* worst difference: of any weight from the unsharded run's at the end, in any of the four runs, in parts of "
-            f"the norm of its parameter's whole update; `ok` is at most {BOUND:.0e}.",
+            "* worst difference: of any weight from the unsharded run's at the end, in any of the four runs, in parts "
+            f"of the norm of its parameter's whole update; `ok` is at most {BOUND:.0e}.",
             "* bits: `same` where all four runs end with the unsharded run's bits; else only up to rounding.",
-            "* plain FSDP2: the bare optimizer on DTensors in the same runs, its state through torch's `get_state_dict` "
-            "and `set_state_dict`.",
+            "* plain FSDP2: the bare optimizer on DTensors in the same runs, its state through torch's "
+            "`get_state_dict` and `set_state_dict`.",
         ]
     )
 

@@ -41,9 +41,7 @@ def wrapped_words(entry: Entry) -> str:
 def resumed_words(entry: Entry) -> str:
     """What became of the runs that were resumed, on 2, 4 and 1."""
     verdicts = [entry.wrapped.get(run) for run in _RUNS[1:]]
-    return " / ".join(
-        "-" if verdict is None else "ok" if verdict.kind == "ok" else verdict.kind for verdict in verdicts
-    )
+    return " / ".join("-" if verdict is None else verdict.kind for verdict in verdicts)
 
 
 def bare_words(entry: Entry) -> str:
