@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks.catalogue.models import TrainedModel
 
-__all__ = ["Calls", "Protocol", "classes", "find", "protocol_of"]
+__all__ = ["Calls", "Protocol", "classes", "find", "protocol_of", "special"]
 
 Calls = Literal["step", "closure", "closure of a pair", "step after closure", "create_graph", "fused_backward"]
 """How a training loop calls the optimizer: ``step()`` after backward; ``step(closure)``; the same with a closure that
@@ -194,6 +194,11 @@ def find(wanted: Sequence[str]) -> list[str]:
             raise ValueError(f"{one!r} is no optimizer of torch.optim or pytorch_optimizer")
         found += [name for name in matches if name not in found]
     return found
+
+
+def special() -> Set[str]:
+    """Names of the classes that are not simply made of parameters and stepped."""
+    return _PROTOCOLS.keys()
 
 
 def protocol_of(name: str) -> Protocol:

@@ -88,7 +88,7 @@ class ShardedSession(Session):
         loss, gradients = gradients_of_step(self._twin.model, step)
         for param, gradient, rows in zip(self._params, gradients, self._rows, strict=True):
             mine = gradient[rows[dist.get_rank()]].clone()
-            param.grad = DTensor.from_local(  # type: ignore[assignment]
+            param.grad = DTensor.from_local(
                 mine, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
             )
         return loss
