@@ -72,14 +72,14 @@ def _line(entry: Entry) -> str:
         return f"{name:26}does not run unsharded: {entry.unsharded[:80]}"
     off = worst(entry)
     cells = [
-        entry.chosen.compute if entry.chosen else "-",
+        ("" if entry.chosen.asked == "auto" else "*") + entry.chosen.compute if entry.chosen else "-",
         f"{entry.chosen.seconds:.2f} s" if entry.chosen else "-",
         "-" if off is None else f"{off:.0e}",
         "bits" if bit_equal(entry) else "-",
         resumed_words(entry),
         bare_words(entry) if entry.bare else "-",
     ]
-    widths = (11, 9, 8, 6, 28, 30)
+    widths = (12, 9, 8, 6, 28, 30)
     line = f"{name:26}" + "".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
     words = wrapped_words(entry)
     problem = next((verdict.detail for verdict in entry.wrapped.values() if verdict.detail), "")

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from benchmarks.catalogue.models import MODELS
 from benchmarks.catalogue.protocols import classes, protocol_of
-from benchmarks.catalogue.sessions import Session, ShardedSession, Weights
+from benchmarks.catalogue.sessions import SEED, Session, ShardedSession, Weights
 from benchmarks.catalogue.training import train
 from shardopt import ShardedStateOptimizer
 from shardopt.errors import PresentationError
@@ -52,11 +53,13 @@ class Chosen:
     """How the wrapper shows an optimizer its parameters.
 
     Attributes:
+        asked: what the wrapper was asked for.
         compute: the presentation's name, or ``"refused"``.
         reason: why; of a refusal, the error's text.
         seconds: how long it took to wrap the optimizers of one model, whose classes had not been met before.
     """
 
+    asked: str
     compute: str
     reason: str
     seconds: float
@@ -103,8 +106,9 @@ def train_wrapped(name: str, compute: str, directory: Path) -> Trained:
             try:
                 wrapped = _wrap(name, session.model, compute)
             except PresentationError as error:
-                return Trained(chosen=Chosen(compute="refused", reason=str(error), seconds=time.perf_counter() - begin))
-            chosen = chosen or _chosen(wrapped, time.perf_counter() - begin)
+                seconds = time.perf_counter() - begin
+                return Trained(chosen=Chosen(asked=compute, compute="refused", reason=str(error), seconds=seconds))
+            chosen = chosen or _chosen(wrapped, compute, time.perf_counter() - begin)
             reached("step")
             train(session, [wrapped], protocol_of(name), range(SAVED_AFTER))
             reached("save")
@@ -177,15 +181,16 @@ def _sharded(key: str, seed: int) -> ShardedSession:
 
 def _wrap(name: str, model: Any, compute: str) -> ShardedStateOptimizer:
     optimizers: Sequence[Any] = protocol_of(name).make(classes()[name], model)
+    torch.manual_seed(SEED)
     return ShardedStateOptimizer(optimizers, model, compute=compute, vote_timeout=_VOTE_TIMEOUT_S)
 
 
-def _chosen(wrapped: ShardedStateOptimizer, seconds: float) -> Chosen:
+def _chosen(wrapped: ShardedStateOptimizer, asked: str, seconds: float) -> Chosen:
     """Of several optimizers, what was chosen for the first: the others are AdamW."""
     said = re.search(r"compute='(\w+)' because (.*)", wrapped.explain())
     if said is None:
         raise RuntimeError(f"explain() names no presentation: {wrapped.explain()}")
-    return Chosen(compute=said[1], reason=said[2], seconds=seconds)
+    return Chosen(asked=asked, compute=said[1], reason=said[2], seconds=seconds)
 
 
 def _named(key: str, weights: Weights) -> dict[str, Any]:

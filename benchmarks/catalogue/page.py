@@ -109,7 +109,7 @@ def _legend() -> str:
             "`dcp.load` into a fresh model and a fresh optimizer. Gradients are",
             "the unsharded run's, bit for bit, at the same weights.",
             "",
-            '* `compute`: what `compute="auto"` chose.',
+            '* `compute`: what `compute="auto"` chose; or what has to be asked for, where that can try nothing.',
             "* worst difference: of any weight from the unsharded run's at the end, in any of the four runs, in parts "
             f"of the norm of its parameter's whole update; `ok` is at most {BOUND:.0e}.",
             "* bits: `same` where all four runs end with the unsharded run's bits; else only up to rounding.",
@@ -125,12 +125,18 @@ def _row(entry: Entry) -> list[str]:
     first = "" if words == "ok" or "resumed" in words or " on " in words else f" ({words})"
     return [
         _name(entry),
-        entry.chosen.compute if entry.chosen else "-",
+        _compute(entry),
         ("-" if off is None else "0" if off == 0 else f"{off:.0e}") + first,
         "same" if bit_equal(entry) else "rounding" if words == "ok" else "-",
         resumed_words(entry),
         bare_words(entry),
     ]
+
+
+def _compute(entry: Entry) -> str:
+    if entry.chosen is None:
+        return "-"
+    return entry.chosen.compute if entry.chosen.asked == "auto" else f"{entry.chosen.compute}, asked for"
 
 
 def _refused_row(entry: Entry) -> list[str]:

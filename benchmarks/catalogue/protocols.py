@@ -34,11 +34,13 @@ class Protocol:
     Attributes:
         make: makes it. Options are the class's defaults unless they would leave a parameter as it was, or diverge.
         calls: what a training loop calls.
+        compute: what to ask the wrapper for: what ``auto`` cannot try on small parameters, it refuses.
         refused: why no wrapper can run it; then shardopt has to refuse it by name.
     """
 
     make: Make = _plainly
     calls: Calls = "step"
+    compute: str = "auto"
     refused: str = ""
 
 
@@ -113,6 +115,8 @@ _NEEDS_GRAPH = (
 )
 _STEPS_IN_BACKWARD = "updates each weight from a hook in backward, before gradients are reduced over ranks"
 
+_SAM = Protocol(make=_class_around_adamw(), calls="step after closure", compute="replicated")
+
 _PO = "pytorch_optimizer."
 _PROTOCOLS: Mapping[str, Protocol] = {
     "torch.optim.LBFGS": Protocol(make=_with(max_iter=4, lr=0.1), calls="closure"),
@@ -127,9 +131,11 @@ _PROTOCOLS: Mapping[str, Protocol] = {
     _PO + "LOMO": Protocol(make=_of_model(), calls="fused_backward", refused=_STEPS_IN_BACKWARD),
     _PO + "AdaLOMO": Protocol(make=_of_model(), calls="fused_backward", refused=_STEPS_IN_BACKWARD),
     # Its default lr is 1. The two models have one block for each of its three rules.
-    _PO + "AdamMini": Protocol(make=_of_model(lr=1e-3, num_embeds=24, num_heads=4)),
-    _PO + "AliG": Protocol(make=_with(max_lr=0.1), calls="closure"),
-    _PO + "BSAM": Protocol(make=_with(num_data=1000, lr=0.01, rho=1e-3), calls="step after closure"),
+    _PO + "AdamMini": Protocol(make=_of_model(lr=1e-3, num_embeds=24, num_heads=4), compute="replicated"),
+    _PO + "AliG": Protocol(make=_with(max_lr=0.1), calls="closure", compute="replicated"),
+    _PO + "BSAM": Protocol(
+        make=_with(num_data=1000, lr=0.01, rho=1e-3), calls="step after closure", compute="replicated"
+    ),
     # Without opt_einsum, torch multiplies its two triangular factors of a 160 x 192 matrix out first: 3.8 GB.
     _PO + "Kron": Protocol(make=_with(memory_save_mode="smart_one_diag")),
     _PO + "LoRARite": Protocol(make=_factors_and_adamw),
@@ -141,23 +147,24 @@ _PROTOCOLS: Mapping[str, Protocol] = {
     # By default it trains weights below 1e-3 only, of which most parameters have none.
     _PO + "SaRA": Protocol(make=_with(threshold=0.9, lr=1e-3)),
     # Classes that are made around another optimizer or its class.
-    _PO + "FriendlySAM": Protocol(make=_class_around_adamw(), calls="step after closure"),
-    _PO + "GSAM": Protocol(make=_gsam, calls="closure of a pair"),
-    _PO + "LookSAM": Protocol(make=_class_around_adamw(), calls="step after closure"),
-    _PO + "Lookahead": Protocol(make=_around_adamw()),
-    _PO + "OrthoGrad": Protocol(make=_around_adamw()),
+    _PO + "FriendlySAM": _SAM,
+    _PO + "GSAM": Protocol(make=_gsam, calls="closure of a pair", compute="replicated"),
+    _PO + "LookSAM": _SAM,
+    _PO + "Lookahead": Protocol(make=_around_adamw(), compute="replicated"),
+    _PO + "Magma": Protocol(compute="replicated"),
+    _PO + "OrthoGrad": Protocol(make=_around_adamw(), compute="replicated"),
     _PO + "PCGrad": Protocol(
         make=_around_adamw(),
         refused="is no optimizer: it combines the gradients of several losses",
     ),
-    _PO + "SAM": Protocol(make=_class_around_adamw(), calls="step after closure"),
-    _PO + "ScheduleFreeWrapper": Protocol(make=_in_train_mode),
+    _PO + "SAM": _SAM,
+    _PO + "ScheduleFreeWrapper": Protocol(make=_in_train_mode, compute="replicated"),
     _PO + "Shampoo": Protocol(make=_without_offsets),
     # It scales updates by a factor that starts at 1e-8.
-    _PO + "TRAC": Protocol(make=_around_adamw(lr=1.0)),
+    _PO + "TRAC": Protocol(make=_around_adamw(lr=1.0), compute="replicated"),
     # Diverges at its default of 0.1.
     _PO + "VSGD": Protocol(make=_with(lr=1e-3)),
-    _PO + "WSAM": Protocol(make=_wsam, calls="step after closure"),
+    _PO + "WSAM": Protocol(make=_wsam, calls="step after closure", compute="replicated"),
 }
 _WRAPPERS = (
     "FriendlySAM", "GSAM", "LookSAM", "Lookahead", "OrthoGrad", "PCGrad", "SAM", "ScheduleFreeWrapper", "TRAC", "WSAM",

@@ -8,6 +8,7 @@ depends on all earlier updates, and what remains to differ is the optimizer.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping
 
@@ -21,7 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.catalogue.models import TrainedModel, gradients_of_step
 
-__all__ = ["Session", "ShardedSession", "Weights", "seed_step"]
+__all__ = ["SEED", "Session", "ShardedSession", "Weights", "seed_step"]
+
+SEED = 7000
+"""Of the global generators when an optimizer is wrapped."""
 
 Weights = Mapping[str, npt.NDArray[np.float32]]
 
@@ -29,12 +33,15 @@ Weights = Mapping[str, npt.NDArray[np.float32]]
 def seed_step(step: int) -> None:
     """Seeds every global generator for one step, the same on all ranks.
 
-    Rules that draw random numbers draw the same in every run then, a resumed one too: to restore generators is not
-    the optimizer's task.
+    As ``compute="replicated"`` does it when an optimizer is wrapped under ``SEED``, so that rules that draw random
+    numbers can be compared bit for bit; and in a resumed run of the bare optimizer as in one that goes on, since to
+    restore generators is not the optimizer's task.
     """
-    torch.manual_seed(7000 + step)
-    np.random.seed(7000 + step)
-    random.seed(7000 + step)
+    digest = hashlib.blake2b(f"{SEED} {step}".encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little")
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 class Session:

@@ -64,7 +64,7 @@ def survey(pool: RankPool, name: str, compute: str = "auto", *, bare: bool = Tru
     Args:
         pool: of at least 4 workers.
         name: the class's.
-        compute: handed to the wrapper.
+        compute: handed to the wrapper; ``"auto"`` is what the table of protocols says.
         bare: whether to run it on DTensors too.
     """
     begin = time.perf_counter()
@@ -76,7 +76,7 @@ class _Survey:
     def __init__(self, pool: RankPool, name: str, compute: str, directory: Path) -> None:
         self._pool = pool
         self._name = name
-        self._compute = compute
+        self._compute = protocol_of(name).compute if compute == "auto" else compute
         self._directory = directory
         self._oracle = Trained()
         self._chosen: Chosen | None = None

@@ -35,7 +35,7 @@ def changed(name: str, value: Any) -> dict[str, Any]:
 
 
 def entry(name: str = "torch.optim.One", compute: str = "local", **values: Any) -> Entry:
-    chosen = Chosen(compute=compute, reason="of a | reason", seconds=0.25)
+    chosen = Chosen(asked="auto", compute=compute, reason="of a | reason", seconds=0.25)
     given = {"wrapped": dict.fromkeys(RUNS, SAME), "bare": dict.fromkeys(RUNS, SAME), "resumed_bits": True, **values}
     return Entry(name=name, chosen=chosen, **given)
 
