@@ -52,8 +52,12 @@ def _of_model(**options: Any) -> Make:
     return lambda optimizer, model: [optimizer(model, **options)]
 
 
-def _around_adamw(**options: Any) -> Make:
-    return lambda optimizer, model: [optimizer(AdamW(model.parameters(), **options))]
+def _around_adamw(optimizer: Any, model: TrainedModel) -> Sequence[Optimizer]:
+    return [optimizer(AdamW(model.parameters()))]
+
+
+def _around_large_adamw(optimizer: Any, model: TrainedModel) -> Sequence[Optimizer]:
+    return [optimizer(AdamW(model.parameters(), lr=1.0))]
 
 
 def _in_train_mode(optimizer: Any, model: TrainedModel) -> Sequence[Optimizer]:
@@ -62,8 +66,8 @@ def _in_train_mode(optimizer: Any, model: TrainedModel) -> Sequence[Optimizer]:
     return [made]
 
 
-def _class_around_adamw(**options: Any) -> Make:
-    return lambda optimizer, model: [optimizer(model.parameters(), AdamW, lr=1e-3, **options)]
+def _class_around_adamw(optimizer: Any, model: TrainedModel) -> Sequence[Optimizer]:
+    return [optimizer(model.parameters(), AdamW, lr=1e-3)]
 
 
 def _muon_groups(optimizer: Any, model: TrainedModel) -> Sequence[Optimizer]:
@@ -115,9 +119,26 @@ _NEEDS_GRAPH = (
 )
 _STEPS_IN_BACKWARD = "updates each weight from a hook in backward, before gradients are reduced over ranks"
 
-_SAM = Protocol(make=_class_around_adamw(), calls="step after closure", compute="replicated")
+_HOLDS_ANOTHER = (
+    "is made around another optimizer, which has a state and groups of its own that only it steps; wrap that one"
+)
 
 _PO = "pytorch_optimizer."
+# Not in the list that pytorch_optimizer has of its optimizers, but for Magma.
+_AROUND_ANOTHER: Mapping[str, Protocol] = {
+    "FriendlySAM": Protocol(make=_class_around_adamw, calls="step after closure", refused=_HOLDS_ANOTHER),
+    "GSAM": Protocol(make=_gsam, calls="closure of a pair", refused=_HOLDS_ANOTHER),
+    "LookSAM": Protocol(make=_class_around_adamw, calls="step after closure", refused=_HOLDS_ANOTHER),
+    "Lookahead": Protocol(make=_around_adamw, refused=_HOLDS_ANOTHER),
+    "Magma": Protocol(refused=_HOLDS_ANOTHER),
+    "OrthoGrad": Protocol(make=_around_adamw, refused=_HOLDS_ANOTHER),
+    "PCGrad": Protocol(make=_around_adamw, refused=_HOLDS_ANOTHER),
+    "SAM": Protocol(make=_class_around_adamw, calls="step after closure", refused=_HOLDS_ANOTHER),
+    "ScheduleFreeWrapper": Protocol(make=_in_train_mode, refused=_HOLDS_ANOTHER),
+    # It scales updates by a factor that starts at 1e-8.
+    "TRAC": Protocol(make=_around_large_adamw, refused=_HOLDS_ANOTHER),
+    "WSAM": Protocol(make=_wsam, calls="step after closure", refused=_HOLDS_ANOTHER),
+}
 _PROTOCOLS: Mapping[str, Protocol] = {
     "torch.optim.LBFGS": Protocol(make=_with(max_iter=4, lr=0.1), calls="closure"),
     "torch.optim.Muon": Protocol(make=_matrices_and_adamw()),
@@ -146,29 +167,11 @@ _PROTOCOLS: Mapping[str, Protocol] = {
     _PO + "DASH": Protocol(make=_with(block_size=128)),
     # By default it trains weights below 1e-3 only, of which most parameters have none.
     _PO + "SaRA": Protocol(make=_with(threshold=0.9, lr=1e-3)),
-    # Classes that are made around another optimizer or its class.
-    _PO + "FriendlySAM": _SAM,
-    _PO + "GSAM": Protocol(make=_gsam, calls="closure of a pair", compute="replicated"),
-    _PO + "LookSAM": _SAM,
-    _PO + "Lookahead": Protocol(make=_around_adamw(), compute="replicated"),
-    _PO + "Magma": Protocol(compute="replicated"),
-    _PO + "OrthoGrad": Protocol(make=_around_adamw(), compute="replicated"),
-    _PO + "PCGrad": Protocol(
-        make=_around_adamw(),
-        refused="is no optimizer: it combines the gradients of several losses",
-    ),
-    _PO + "SAM": _SAM,
-    _PO + "ScheduleFreeWrapper": Protocol(make=_in_train_mode, compute="replicated"),
     _PO + "Shampoo": Protocol(make=_without_offsets),
-    # It scales updates by a factor that starts at 1e-8.
-    _PO + "TRAC": Protocol(make=_around_adamw(lr=1.0), compute="replicated"),
     # Diverges at its default of 0.1.
     _PO + "VSGD": Protocol(make=_with(lr=1e-3)),
-    _PO + "WSAM": Protocol(make=_wsam, calls="step after closure", compute="replicated"),
+    **{f"{_PO}{name}": protocol for name, protocol in _AROUND_ANOTHER.items()},
 }
-_WRAPPERS = (
-    "FriendlySAM", "GSAM", "LookSAM", "Lookahead", "OrthoGrad", "PCGrad", "SAM", "ScheduleFreeWrapper", "TRAC", "WSAM",
-)  # fmt: skip
 
 
 def classes() -> Mapping[str, Any]:
@@ -179,7 +182,7 @@ def classes() -> Mapping[str, Any]:
     torchs = {value for value in vars(torch.optim).values() if isinstance(value, type) and issubclass(value, Optimizer)}
     torchs.discard(Optimizer)
     others = {pytorch_optimizer.load_optimizer(name) for name in pytorch_optimizer.get_supported_optimizers()}
-    others |= {getattr(pytorch_optimizer, name) for name in _WRAPPERS}
+    others |= {getattr(pytorch_optimizer, name) for name in _AROUND_ANOTHER}
     by_name = {f"torch.optim.{known.__name__}": known for known in torchs}
     by_name |= {f"{_PO}{known.__name__}": known for known in others - torchs}
     return dict(sorted(by_name.items(), key=lambda item: item[0].rpartition(".")[2].lower()))
