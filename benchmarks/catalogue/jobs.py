@@ -33,6 +33,7 @@ __all__ = [
     "SAVED_AFTER",
     "Chosen",
     "Trained",
+    "choose",
     "resume_bare",
     "resume_wrapped",
     "train_bare",
@@ -71,13 +72,11 @@ class Trained:
 
     Attributes:
         weights: whole final weights by ``"<model>.<parameter>"``.
-        initial: the same before the first step.
-        chosen: of a wrapped run.
+        initial: the same before the first step, of the oracle.
     """
 
     weights: Weights = field(default_factory=dict)
     initial: Weights = field(default_factory=dict)
-    chosen: Chosen | None = None
 
 
 def train_unsharded(name: str) -> Trained:
@@ -94,21 +93,27 @@ def train_unsharded(name: str) -> Trained:
     return Trained(weights=final, initial=initial)
 
 
+def choose(name: str, compute: str) -> Chosen:
+    """Collective. Wraps the optimizers of model ``a``, and takes no step."""
+    with _quiet():
+        session = _sharded("a", _SEED)
+        begin = time.perf_counter()
+        try:
+            wrapped = _wrap(name, session.model, compute)
+        except PresentationError as error:
+            seconds = time.perf_counter() - begin
+            return Chosen(asked=compute, compute="refused", reason=str(error), seconds=seconds)
+        return _chosen(wrapped, compute, time.perf_counter() - begin)
+
+
 def train_wrapped(name: str, compute: str, directory: Path) -> Trained:
-    """Collective. All steps under the wrapper, with a save on the way. Refused classes train nothing."""
+    """Collective. All steps under the wrapper, with a save on the way."""
     final: dict[str, Any] = {}
-    chosen: Chosen | None = None
     with _quiet():
         for key in MODELS:
             reached("wrap")
             session = _sharded(key, _SEED)
-            begin = time.perf_counter()
-            try:
-                wrapped = _wrap(name, session.model, compute)
-            except PresentationError as error:
-                seconds = time.perf_counter() - begin
-                return Trained(chosen=Chosen(asked=compute, compute="refused", reason=str(error), seconds=seconds))
-            chosen = chosen or _chosen(wrapped, compute, time.perf_counter() - begin)
+            wrapped = _wrap(name, session.model, compute)
             reached("step")
             train(session, [wrapped], protocol_of(name), range(SAVED_AFTER))
             reached("save")
@@ -116,7 +121,7 @@ def train_wrapped(name: str, compute: str, directory: Path) -> Trained:
             reached("step after save")
             train(session, [wrapped], protocol_of(name), range(SAVED_AFTER, NUM_STEPS))
             final |= _named(key, session.weights())
-    return _on_rank_0(Trained(weights=final, chosen=chosen))
+    return _on_rank_0(Trained(weights=final))
 
 
 def resume_wrapped(name: str, compute: str, directory: Path) -> Trained:

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.catalogue.jobs import (
     Chosen,
     Trained,
+    choose,
     resume_bare,
     resume_wrapped,
     train_bare,
@@ -41,7 +42,7 @@ class Entry:
         name: ``"torch.optim.<class>"`` or ``"pytorch_optimizer.<class>"``.
         unsharded: why it does not run unsharded; empty if it does.
         refused: why the table of protocols says that it cannot be wrapped; empty if it should be.
-        chosen: how the wrapper shows it its parameters; None if wrapping raised something else than a refusal.
+        chosen: how the wrapper shows it its parameters; None if wrapping it raised something else than a refusal.
         wrapped: by ``"run"``, ``"resume 2"``, ``"resume 4"``, ``"resume 1"``.
         resumed_bits: whether the run that was resumed on 2 ranks ended with the bits of the one that was not.
         bare: the same runs of the optimizer on DTensors.
@@ -108,14 +109,19 @@ class _Survey:
         return f"no finite update of {', '.join(idle)}" if idle else ""
 
     def _run_wrapped(self) -> dict[str, Verdict]:
+        outcomes = self._pool.outcomes(_NUM_RANKS, choose, self._name, self._compute, deadline_s=_DEADLINE_S)
+        failed = failure(outcomes)
+        if failed is not None:
+            return {"run": failed}
+        chosen: Chosen = outcomes[0].value
+        self._chosen = chosen
+        if chosen.compute == "refused" or not self._oracle.weights:
+            return {}
         saved = self._directory / "wrapped"
         verdict, trained = self._job(_NUM_RANKS, _DEADLINE_S, train_wrapped, self._name, self._compute, saved)
-        if trained is None:
-            return {"run": verdict}
-        self._chosen = trained.chosen
-        if not trained.weights:
-            return {}
         found = {"run": verdict}
+        if trained is None:
+            return found
         for num_ranks in RESUMED_ON:
             verdict, resumed = self._job(num_ranks, _DEADLINE_S, resume_wrapped, self._name, self._compute, saved)
             found[f"resume {num_ranks}"] = verdict
@@ -140,6 +146,6 @@ class _Survey:
         if failed is not None:
             return failed, None
         trained: Trained = outcomes[0].value
-        if not trained.weights or not self._oracle.weights:
+        if not self._oracle.weights:
             return Verdict(kind="not run"), trained
         return compare(self._oracle.initial, self._oracle.weights, trained.weights), trained
