@@ -143,10 +143,8 @@ _PROTOCOLS: Mapping[str, Protocol] = {
     "torch.optim.LBFGS": Protocol(make=_with(max_iter=4, lr=0.1), calls="closure"),
     "torch.optim.Muon": Protocol(make=_matrices_and_adamw()),
     "torch.optim.SparseAdam": Protocol(refused="takes sparse gradients only, which FSDP2 cannot shard"),
-    **{
-        f"{_PO}{name}": Protocol(make=_muon_groups)
-        for name in ("AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon")
-    },
+    **{f"{_PO}{name}": Protocol(make=_muon_groups) for name in ("AdaGO", "AdaMuon", "Muon", "MuonClip", "NorMuon")},
+    _PO + "DistributedMuon": Protocol(make=_muon_groups, refused="communicates by itself"),
     _PO + "AdaHessian": Protocol(calls="create_graph", refused=_NEEDS_GRAPH),
     _PO + "SophiaH": Protocol(calls="create_graph", refused=_NEEDS_GRAPH),
     _PO + "LOMO": Protocol(make=_of_model(), calls="fused_backward", refused=_STEPS_IN_BACKWARD),
