@@ -164,7 +164,9 @@ _PROTOCOLS: Mapping[str, Protocol] = {
     # Blocks of its default size, 1,024, take a second a step.
     _PO + "DASH": Protocol(make=_with(block_size=128)),
     # By default it trains weights below 1e-3 only, of which most parameters have none.
-    _PO + "SaRA": Protocol(make=_with(threshold=0.9, lr=1e-3)),
+    _PO + "SaRA": Protocol(
+        make=_with(threshold=0.9, lr=1e-3), refused="keeps masks in a table of its own, under the parameters themselves"
+    ),
     _PO + "Shampoo": Protocol(make=_without_offsets),
     # Diverges at its default of 0.1.
     _PO + "VSGD": Protocol(make=_with(lr=1e-3)),

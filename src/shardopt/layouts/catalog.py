@@ -136,6 +136,7 @@ _NEVER: dict[str, str] = {
     "AdaLOMO": _FUSED_BACKWARD,
     "DeMo": _COMMUNICATES,
     "DistributedMuon": _COMMUNICATES,
+    "SaRA": "it keeps its masks in a table of its own under the very parameters, and would not find those it is shown.",
     "SparseAdam": "it updates rows by sparse gradients, and under FSDP2 gradients are dense; use Adam.",
 }
 

@@ -250,12 +250,17 @@ def _export_parameter(
     boxes: dict[str, Tensor | None] = dict.fromkeys(inventory.usual_entries(tracked, group))
     shaped = {*boxes, *inventory.optional_entries(tracked)}
     known = inventory.is_known(tracked)
+    common = frozenset() if tracked.has_whole_state else inventory.part_of(tracked).common
     problems: list[str] = []
     for name, value in (inventory.state_of(tracked) or {}).items():
         try:
             # Of what was only seen in a probe, other parameters may have another form.
             fits = isinstance(value, Tensor) and (known or value.shape == tracked.state_like.shape)
-            layout = _layout_of(tracked, name, value, elementwise=fits and name in shaped)
+            layout = (
+                Value(value)
+                if name in common
+                else _layout_of(tracked, name, value, elementwise=fits and name in shaped)
+            )
             if isinstance(layout, Elementwise):
                 boxes[name] = layout.local
                 entries[name] = ElementwiseEntry(dtype_name(layout.local.dtype))

@@ -37,12 +37,14 @@ class Choice:
         reason: why.
         entries: element-wise entries that the class is known or was seen to keep, where it has no ``ClassSpec``.
         attributes: of the optimizer, which hold plain values and are part of its state.
+        common: entries that are tensors of another shape than the parameter's, the same on every rank.
     """
 
     compute: str
     reason: str
     entries: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
+    common: frozenset[str] = frozenset()
 
 
 def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
@@ -110,7 +112,8 @@ def _decided(label: str, compute: str, found: Finding, how: str) -> Choice:
             "dispatch, if its rule supports them."
         )
     reason = reasons[found.compute] if asked == found.compute else f"asked for; {reasons[found.compute]}"
-    return Choice(asked, reason, found.entries, found.attributes)
+    common = found.common if asked == "local" else frozenset()
+    return Choice(asked, reason, found.entries, found.attributes, common)
 
 
 # By the class itself, since two may have one name, and weakly, since another may get its place in memory.

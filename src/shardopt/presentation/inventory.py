@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.errors import NamingError, PlacementError
 from shardopt.layouts.catalog import spec_of
-from shardopt.layouts.declared import ATTRIBUTE, CONSTANT, ELEMENTWISE, SAVED
+from shardopt.layouts.declared import ATTRIBUTE, CONSTANT, ELEMENTWISE, SAME, SAVED
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.choice import Choice
 from shardopt.presentation.identity import Identity
@@ -47,6 +47,11 @@ class Part:
         """Entries that are element-wise: declared, or seen in a probe."""
         declared = (name for name, layout in self.layouts.items() if layout == ELEMENTWISE)
         return sorted({*declared, *self.choice.entries})
+
+    @property
+    def common(self) -> set[str]:
+        """Entries that are the same on every rank: declared, or seen in a probe."""
+        return {*(name for name, layout in self.layouts.items() if layout == SAME), *self.choice.common}
 
     def side_storage(self, saved: Container[int]) -> list[str]:
         """What is kept where no state dict has it, a sentence each; ``saved`` are ids of parameters."""

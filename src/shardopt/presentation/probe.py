@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardopt.errors import PresentationError
 from shardopt.layouts.declared import ATTRIBUTE
 from shardopt.presentation.audit import OperationAudit
 from shardopt.presentation.replica import make_replica
+from shardopt.presentation.trial import TriedPart, TriedRun, first_difference
 from shardopt.torch_compat import raw_step
 
 __all__ = ["Finding", "probe"]
@@ -45,6 +44,9 @@ _SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
 }
 
 
+_Regime = Callable[[int, Tensor, Tensor, int], Tensor | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """What a probe has found.
@@ -56,6 +58,7 @@ class Finding:
         entries: state entries that have a number for each element of their parameter.
         draws: whether it draws random numbers.
         attributes: of the optimizer, which hold plain values and were changed by steps.
+        common: of an element-wise rule, state entries of another shape, which parts have as the whole has them.
     """
 
     compute: str
@@ -64,6 +67,7 @@ class Finding:
     entries: frozenset[str] = frozenset()
     draws: bool = False
     attributes: frozenset[str] = frozenset()
+    common: frozenset[str] = frozenset()
 
 
 def probe(inner: torch.optim.Optimizer) -> Finding:
@@ -94,17 +98,19 @@ class _Probe:
         self._noise = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(NUM_STEPS)]
 
     def run(self) -> Finding:
-        everything = [_Part(index) for index in range(len(self._params))]
+        everything = [TriedPart(index) for index in range(len(self._params))]
         closes = self._needs_closure(everything)
         if closes is not None:
             return closes
         entries: set[str] = set()
+        tensors: set[str] = set()
         attributes: frozenset[str] = frozenset()
         why_not: str | None = None
         why_not_owner: str | None = None
         for name, regime in (("given", self._given), ("dependent", self._dependent)):
             whole = self._run(everything, regime)
             entries |= whole.elementwise()
+            tensors |= whole.tensors()
             attributes |= whole.attributes()
             if whole.drew:
                 why = "draws random numbers, which parts would draw in another order"
@@ -120,9 +126,11 @@ class _Probe:
         mixing: list[str] = [] if why_not else self._audit(everything)
         if mixing:
             why_not = f"uses {', '.join(mixing[:5])}, which can mix elements"
-        return Finding("owner" if why_not else "local", why_not, None, frozenset(entries), False, attributes)
+        if why_not is not None:
+            return Finding("owner", why_not, None, frozenset(entries), False, attributes)
+        return Finding("local", None, None, frozenset(entries), False, attributes, frozenset(tensors - entries))
 
-    def _needs_closure(self, everything: Sequence[_Part]) -> Finding | None:
+    def _needs_closure(self, everything: Sequence[TriedPart]) -> Finding | None:
         """What to make of a rule that runs with a closure only; None of one that runs without.
 
         Raises:
@@ -152,14 +160,14 @@ class _Probe:
 
     # Ways to cut. A part is an index, a dim, where it starts and how long it is; dim None is the whole parameter.
 
-    def _owners(self) -> Iterator[list[list[_Part]]]:
+    def _owners(self) -> Iterator[list[list[TriedPart]]]:
         count = len(self._params)
-        yield [[_Part(index)] for index in range(count)]
-        yield [[_Part(index) for index in range(count) if index % 2 == rank] for rank in range(2)]
+        yield [[TriedPart(index)] for index in range(count)]
+        yield [[TriedPart(index) for index in range(count) if index % 2 == rank] for rank in range(2)]
         # One rank may own nothing.
-        yield [[_Part(index) for index in range(count)], []]
+        yield [[TriedPart(index) for index in range(count)], []]
 
-    def _halves(self) -> Iterator[list[list[_Part]]]:
+    def _halves(self) -> Iterator[list[list[TriedPart]]]:
         dims = range(max(param.dim() for param in self._params))
         for dim in dims:
             yield [[self._half(index, dim, rank) for index in range(len(self._params))] for rank in range(2)]
@@ -169,33 +177,35 @@ class _Probe:
             size = self._params[first].shape[0]
             yield [
                 [
-                    _Part(index, 0, rank * size, size * (1 - rank)) if index == first else self._half(index, 0, rank)
+                    TriedPart(index, 0, rank * size, size * (1 - rank))
+                    if index == first
+                    else self._half(index, 0, rank)
                     for index in range(len(self._params))
                 ]
                 for rank in range(2)
             ]
 
-    def _half(self, index: int, dim: int, rank: int) -> _Part:
+    def _half(self, index: int, dim: int, rank: int) -> TriedPart:
         param = self._params[index]
         if dim >= param.dim():
-            return _Part(index)
+            return TriedPart(index)
         size = param.shape[dim] // 2
-        return _Part(index, dim, rank * size, size)
+        return TriedPart(index, dim, rank * size, size)
 
     # Runs.
 
-    def _differs(self, whole: _Run, ways: Iterator[list[list[_Part]]], regime: _Regime) -> str | None:
+    def _differs(self, whole: TriedRun, ways: Iterator[list[list[TriedPart]]], regime: _Regime) -> str | None:
         for ranks in ways:
             try:
                 runs = [self._run(parts, regime) for parts in ranks]
             except Exception as error:
                 return f"raise {type(error).__name__}: {str(error)[:120]}"
-            found = next(filter(None, (_first_difference(run, whole) for run in runs)), None)
+            found = next(filter(None, (first_difference(run, whole) for run in runs)), None)
             if found is not None:
                 return found
         return None
 
-    def _run(self, parts: Sequence[_Part], regime: _Regime, *, with_closure: bool = False) -> _Run:
+    def _run(self, parts: Sequence[TriedPart], regime: _Regime, *, with_closure: bool = False) -> TriedRun:
         params = [nn.Parameter(part.of(self._params[part.index]).clone()) for part in parts]
         optimizer = self._replica(parts, params)
         held = _plain_attributes(optimizer)
@@ -212,12 +222,12 @@ class _Probe:
         beside: dict[Any, Any] = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         now = _plain_attributes(optimizer)
         beside |= {ATTRIBUTE + name: value for name, value in now.items() if name not in held or held[name] != value}
-        return _Run(list(parts), history, states, groups, beside, drew=before != _random_states())
+        return TriedRun(list(parts), history, states, groups, beside, drew=before != _random_states())
 
     def _step(
         self,
         optimizer: torch.optim.Optimizer,
-        parts: Sequence[_Part],
+        parts: Sequence[TriedPart],
         params: Sequence[nn.Parameter],
         regime: _Regime,
         step: int,
@@ -245,13 +255,13 @@ class _Probe:
             give_gradients()
             raw_step(optimizer)()
 
-    def _replica(self, parts: Sequence[_Part], params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    def _replica(self, parts: Sequence[TriedPart], params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         grouped: list[list[Tensor]] = [[] for _ in self._inner.param_groups]
         for part, param in zip(parts, params, strict=True):
             grouped[self._group_of[part.index]].append(param)
         return make_replica(self._inner, grouped)
 
-    def _audit(self, parts: Sequence[_Part]) -> list[str]:
+    def _audit(self, parts: Sequence[TriedPart]) -> list[str]:
         params = [nn.Parameter(param.clone()) for param in self._params]
         optimizer = self._replica(parts, params)
         audit = OperationAudit()
@@ -261,103 +271,6 @@ class _Probe:
             with audit:
                 raw_step(optimizer)()
         return list(audit.mixing)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A parameter, or what one rank holds of it."""
-
-    index: int
-    dim: int | None = None
-    start: int = 0
-    length: int = 0
-
-    def of(self, whole: Tensor) -> Tensor:
-        return whole if self.dim is None else whole.narrow(self.dim, self.start, self.length)
-
-
-_Regime = Callable[[int, Tensor, Tensor, int], Tensor | None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What became of parts of parameters: values after each step, state and group values after the last one."""
-
-    parts: list[_Part]
-    history: list[list[Tensor]]
-    states: list[Mapping[str, Any]]
-    groups: list[Mapping[str, Any]]
-    beside: Mapping[Any, Any]
-    drew: bool
-
-    def attributes(self) -> frozenset[str]:
-        """Attributes with plain values that the steps have changed."""
-        told = (key for key in self.beside if isinstance(key, str) and key.startswith(ATTRIBUTE))
-        return frozenset(key.removeprefix(ATTRIBUTE) for key in told)
-
-    def elementwise(self) -> set[str]:
-        """Entries with the shape of their parameter wherever that has dimensions to tell it by."""
-        shaped: dict[str, bool] = {}
-        for value, state in zip(self.history[-1], self.states, strict=True):
-            for name, entry in state.items():
-                if value.dim() and isinstance(entry, Tensor):
-                    shaped[name] = shaped.get(name, True) and entry.shape == value.shape
-        return {name for name, all_are in shaped.items() if all_are}
-
-
-def _first_difference(run: _Run, whole: _Run) -> str | None:
-    """What a run of parts has other than the run of whole parameters, in words; None for nothing."""
-    for step, values in enumerate(run.history):
-        for part, got in zip(run.parts, values, strict=True):
-            if not _same(got, part.of(whole.history[step][part.index])):
-                return f"get other bits than the whole at step {step + 1}"
-    for part, state in zip(run.parts, run.states, strict=True):
-        entry = _unlike(part, state, whole.states[part.index], whole.history[-1][part.index].shape)
-        if entry is not None:
-            return f"keep a state {entry!r} that is no part of the whole one's"
-    for group, other in zip(run.groups, whole.groups, strict=True):
-        name = _unlike(_Part(0), group, other)
-        if name is not None:
-            return f"have another value of {name!r} in their groups"
-    name = _unlike(_Part(0), run.beside, whole.beside)
-    return None if name is None else f"have another value of {name!r} in the state of the optimizer"
-
-
-def _unlike(part: _Part, state: Mapping[Any, Any], whole: Mapping[Any, Any], shape: tuple[int, ...] = ()) -> str | None:
-    """An entry of a part that is neither that part of the whole one nor the same as it; None if there is none."""
-    if part.dim is not None and not part.length:
-        return None
-    for name in {**state, **whole}:
-        one, other = state.get(name), whole.get(name)
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            # Blocks of a quantised entry, say, are not cut where the parameter is.
-            cut = part.dim is not None and one.shape != other.shape and tuple(other.shape) == shape
-            alike = _same(one, part.of(other) if cut else other)
-        else:
-            held = part.dim is not None and any(isinstance(leaf, Tensor) for leaf in tree_leaves((one, other)))
-            alike = not held and _alike(one, other)
-        if not alike:
-            return name
-    return None
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two values are equal, tensors in them bit by bit; of objects that say nothing of it, only the kind."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _same(one, other)
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple, deque)):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    return type(one).__eq__ is object.__eq__ or bool(one == other) or (one != one and other != other)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8))
 
 
 def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -26,12 +26,14 @@ class _Absent:
     Attributes:
         number: among the distinct tensors of one parameter's state.
         shape: its shape.
+        stride: how it lies in memory: products of a matrix that lies otherwise round otherwise.
         dtype: its dtype.
         device: type of the device it is on.
     """
 
     number: int
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     device: str
 
@@ -120,7 +122,9 @@ def _emptied(state: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         number = numbers.setdefault(id(leaf), len(numbers))
-        return _Absent(number, tuple(leaf.shape), leaf.dtype, leaf.device.type)
+        # As a copy of it lies: the same for a dense tensor, in one piece for a part of another.
+        stride = torch.empty_like(leaf, device="meta").stride()
+        return _Absent(number, tuple(leaf.shape), stride, leaf.dtype, leaf.device.type)
 
     return tree_map(stand_in, state)
 
@@ -148,4 +152,4 @@ def _leaves(state: Any) -> Iterator[Tensor | _Absent]:
 
 def _made(absent: _Absent, device: torch.device) -> Tensor:
     place = device if absent.device == device.type else torch.device(absent.device)
-    return torch.empty(absent.shape, dtype=absent.dtype, device=place)
+    return torch.empty_strided(absent.shape, absent.stride, dtype=absent.dtype, device=place)

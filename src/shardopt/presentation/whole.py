@@ -88,7 +88,9 @@ class WholePresentation(Presentation):
                 if isinstance(value, DTensor):
                     fits = isinstance(param, DTensor) and value.shape == param.shape and same_spec(value, param)
                 else:
-                    fits = not (isinstance(param, DTensor) and isinstance(value, Tensor) and value.dim())
+                    # Of the whole parameter's shape, it was made in full on every rank; the owner's is used.
+                    plain = isinstance(value, Tensor) and value.dim() and value.shape != param.shape
+                    fits = not (isinstance(param, DTensor) and plain)
                 if not fits:
                     problems.append(
                         f"{item.fqn}: state {entry!r} of shape {tuple(value.shape)} exists already, and nothing says "
