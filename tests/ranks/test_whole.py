@@ -19,8 +19,10 @@ from tests.ranks.whole_runs import (
     failing_job,
     loss_job,
     memory_job,
+    odd_state_job,
     one_sided_job,
     resume_job,
+    some_ranks_job,
     train_job,
     unequal,
     unfreezing_job,
@@ -213,3 +215,23 @@ def test_parameters_may_be_unfrozen(ranks: RankPool, compute: str) -> None:
     torch.set_num_threads(1)
     wanted = assemble([unfreezing_job(None, compute)])
     assert unequal(assemble(ranks.run(3, unfreezing_job, "fsdp3", compute)), wanted) == []
+
+
+@pytest.mark.parametrize("compute", ["owner", "replicated"])
+def test_an_optimizer_may_live_on_some_ranks_of_the_world(ranks: RankPool, compute: str) -> None:
+    outcomes = ranks.run(4, some_ranks_job, [1, 3], compute)
+    assert [total for _, total in outcomes] == [4.0] * 4
+    assert outcomes[0][0] is None
+    assert all((one == other).all() for one, other in zip(outcomes[1][0], outcomes[3][0], strict=True))
+
+
+@pytest.mark.parametrize("compute", ["owner", "replicated"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_state_of_one_owner_that_cannot_be_saved_fails_on_every_rank(ranks: RankPool, compute: str, rank: int) -> None:
+    outcomes = ranks.run(3, odd_state_job, "fsdp3", compute, rank)
+    for place, (said, cause, works, keys) in enumerate(outcomes):
+        assert said.startswith(f"RankFailureError: state_dict failed on rank {rank}: PlacementError")
+        assert ("builtins.object" in cause) == (place == rank)
+        assert works
+        assert keys == outcomes[0][3]
+        assert "state.odd.row.weight.exp_avg" in keys

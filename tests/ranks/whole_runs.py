@@ -11,6 +11,8 @@ import pytorch_optimizer
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from shardopt import ShardedStateOptimizer
 from tests.ranks.trajectories import SAVED_AFTER, STEPS, VOTE_TIMEOUT_S, Array, Held, Track, Whole, array, assemble
@@ -310,3 +312,43 @@ def unfreezing_job(topology: str | None, compute: str) -> Held:
         optimizer.step()
         optimizer.zero_grad()
     return weights_of(track)
+
+
+def some_ranks_job(ranks: Sequence[int], compute: str) -> tuple[Any, float]:
+    """An optimizer on some ranks of the world only; the others go on, and all meet at the end."""
+    mesh = DeviceMesh("cpu", list(ranks))
+    weights: Any = None
+    if torch.distributed.get_rank() in ranks:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 5)
+        fully_shard(model, mesh=mesh)
+        inner = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        optimizer = ShardedStateOptimizer(inner, model, compute=compute, vote_timeout=VOTE_TIMEOUT_S)
+        for step in range(3):
+            model(torch.full((2, 6), 1.0 + step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = [array(param.full_tensor().detach()) for param in model.parameters()]  # type: ignore[operator]
+    number = torch.ones(())
+    torch.distributed.all_reduce(number)
+    return weights, float(number)
+
+
+def odd_state_job(topology: str, compute: str, rank: int) -> tuple[str, str, bool, list[str]]:
+    """One rank keeps state that cannot be saved: error and cause there, whether the group works on, keys once mended."""
+    track = Track(topology)
+    optimizer: Any = _make(track, WholeRule("AdamW", {"lr": 0.1}), compute)
+    track.train(optimizer, [0])
+    here = torch.distributed.get_rank() == rank
+    state = next(iter(optimizer.state.values()))
+    if here:
+        state["odd"] = object()
+    said, cause = "", ""
+    try:
+        optimizer.state_dict()
+    except Exception as error:
+        said, cause = f"{type(error).__name__}: {error}", str(error.__cause__)
+    number = torch.ones(())
+    torch.distributed.all_reduce(number)
+    state.pop("odd", None)
+    return said, cause, float(number) == torch.distributed.get_world_size(), sorted(optimizer.state_dict())

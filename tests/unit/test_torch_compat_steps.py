@@ -19,6 +19,7 @@ from shardopt.torch_compat import (
     run_pre_hooks,
     run_wrapper_post_hooks,
     run_wrapper_pre_hooks,
+    stand_in,
     unscale_in_place,
 )
 
@@ -149,3 +150,16 @@ def test_unscale_in_place_is_what_grad_scaler_calls() -> None:
     # shardopt.GradScaler overrides the method that calls it, and step() and unscale_() go through it.
     arguments = list(inspect.signature(torch.amp.GradScaler._unscale_grads_).parameters)
     assert arguments == ["self", "optimizer", "inv_scale", "found_inf", "allow_fp16"]
+
+
+def test_a_stand_in_has_the_attributes_of_its_parameter_also_later_ones() -> None:
+    param = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    param.lr_scale = 0.5  # type: ignore[attr-defined]
+    leaf = stand_in(param, torch.zeros(2))
+    assert isinstance(leaf, torch.nn.Parameter)
+    assert (tuple(leaf.shape), leaf.requires_grad, leaf.is_leaf) == ((2,), False, True)
+    param.decay = True  # type: ignore[attr-defined]
+    leaf.seen = 1  # type: ignore[attr-defined]
+    assert (leaf.lr_scale, leaf.decay, param.seen) == (0.5, True, 1)  # type: ignore[attr-defined]
+    # What torch keeps in there of its own would be shared too.
+    assert set(vars(torch.nn.Parameter(torch.ones(1)))) <= {"_is_param"}
