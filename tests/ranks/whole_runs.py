@@ -335,7 +335,7 @@ def some_ranks_job(ranks: Sequence[int], compute: str) -> tuple[Any, float]:
 
 
 def odd_state_job(topology: str, compute: str, rank: int) -> tuple[str, str, bool, list[str]]:
-    """One rank keeps state that cannot be saved: error and cause there, whether the group works on, keys once mended."""
+    """One rank keeps state that cannot be saved: error, cause, whether the group works on, keys once mended."""
     track = Track(topology)
     optimizer: Any = _make(track, WholeRule("AdamW", {"lr": 0.1}), compute)
     track.train(optimizer, [0])
