@@ -43,7 +43,7 @@ _WARM_UP_STEPS = 3
 
 def build_variants(config: Config) -> dict[str, Callable[[], object]]:
     """Collective. What is timed, by name."""
-    checked, quiet = sharded_bank(config), sharded_bank(config)
+    checked, quiet = sharded_bank(config.shapes), sharded_bank(config.shapes)
     scope = Scope.over(range(dist.get_world_size()), timeout_s=60.0, name="benchmark")
     mine = torch.zeros(_GATHERED_BYTES, dtype=torch.uint8)
     everybodys = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]

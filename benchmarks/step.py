@@ -73,6 +73,11 @@ class Config:
     steps: int
     block: int
 
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of all parameters."""
+        return [(self.rows, self.columns)] * self.tensors
+
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
@@ -125,19 +130,20 @@ def plain_bank(config: Config) -> Bank:
     return bank
 
 
+def adamw(bank: Bank, config: Config) -> torch.optim.AdamW:
+    """The first optimizer under test."""
+    return torch.optim.AdamW(bank.parameters(), **{config.kernel: True})
+
+
 def time_adamw(config: Config) -> dict[str, list[float]]:
     """Collective. Milliseconds of every step of every variant of AdamW on this rank."""
-
-    def adamw(bank: Bank) -> torch.optim.AdamW:
-        return torch.optim.AdamW(bank.parameters(), **{config.kernel: True})
-
-    bare, wrapped, quiet = (sharded_bank([(config.rows, config.columns)] * config.tensors) for _ in range(3))
+    bare, wrapped, quiet = (sharded_bank(config.shapes) for _ in range(3))
     scope = Scope.over(range(dist.get_world_size()), timeout_s=60.0, name="benchmark")
     variants: dict[str, Callable[[], object]] = {
-        "bare": adamw(bare).step,
-        "wrapped": ShardedStateOptimizer(adamw(wrapped), wrapped).step,
-        "no vote": ShardedStateOptimizer(adamw(quiet), quiet, consensus="off").step,
-        "plain": adamw(plain_bank(config)).step,
+        "bare": adamw(bare, config).step,
+        "wrapped": ShardedStateOptimizer(adamw(wrapped, config), wrapped).step,
+        "no vote": ShardedStateOptimizer(adamw(quiet, config), quiet, consensus="off").step,
+        "plain": adamw(plain_bank(config), config).step,
         "vote": lambda: scope.vote("step"),
     }
     return time_in_turns(variants, config.steps, block=config.block, warm_up=_WARM_UP_STEPS)
