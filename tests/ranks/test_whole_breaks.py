@@ -1,6 +1,6 @@
 """Attempts at breaking ``owner`` and ``replicated``: what scripts do between steps, and rules written in odd ways.
 
-Every one runs unsharded too, and has to end with the same bits. Those that do not are marked with what goes wrong.
+Every one runs unsharded too, and has to end with the same bits, or to be refused.
 """
 
 from __future__ import annotations
@@ -22,11 +22,6 @@ from tests.ranks.whole_breaks import SCRIPTS, script_job
 from tests.ranks.whole_runs import unequal
 from tests.support.ranks import RankPool
 
-SILENT = "silently another result: "
-BROKEN = {
-    "LargeOnes": SILENT
-    + "auto finds local: the probe's tensors are smaller than those which the rule treats otherwise",
-}
 # What these are told. They could be shown nothing that would do.
 REFUSED = {
     "KeepsList": "KeepsList holds its parameters in self.noted too",
@@ -34,9 +29,7 @@ REFUSED = {
     "sharing_between_ranks": "is the same tensor as",
 }
 # Those that couple parameters are refused.
-NOT_OWNED = {"coupled", "sharing_between_ranks", "SharesState", "CoupledChangesForm"}
-# Right where the presentation is asked for.
-ONLY_AUTO = {"LargeOnes"}
+NOT_OWNED = {"coupled", "CoupledChangesForm"}
 
 
 def cases() -> list[Any]:
@@ -44,10 +37,8 @@ def cases() -> list[Any]:
     found: list[Any] = []
     for script in (name for name in SCRIPTS if name not in REFUSED):
         for compute, topology in (("owner", "fsdp3"), ("auto", "hsdp2x2"), ("replicated", "fsdp2+plain")):
-            broken = script in BROKEN and not (script in ONLY_AUTO and compute != "auto")
-            marks = [pytest.mark.xfail(strict=True, reason=BROKEN[script])] if broken else []
             if compute != "owner" or script not in NOT_OWNED:
-                found.append(pytest.param(script, compute, topology, marks=marks))
+                found.append((script, compute, topology))
     return found
 
 

@@ -28,6 +28,8 @@ from shardopt.torch_compat import raw_step
 
 __all__ = ["Finding", "probe"]
 
+_Shapes = Sequence[tuple[int, ...]]
+
 NUM_STEPS = 24
 # What torch notes on an optimizer: that it has stepped, and that it has warned.
 _TORCHS = frozenset({"_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"})
@@ -35,7 +37,7 @@ _SEED = 20250123
 
 # By number of dimensions. Every half along every dim is a multiple of 64 elements: torch's vector loops round the rest
 # of a tensor differently than its body. The two of a kind differ, for rules that look at shapes.
-_SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
+_SHAPES: dict[int, _Shapes] = {
     0: ((), ()),
     1: ((256,), (128,)),
     2: ((16, 32), (32, 16)),
@@ -45,6 +47,17 @@ _SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
 
 
 _Regime = Callable[[int, Tensor, Tensor, int], Tensor | None]
+
+
+# Some rules treat parameters from a number of elements on otherwise (8-bit ones, say, from 4,096). Halves of these have
+# every such number up to the last between them and the whole.
+_SIZES: dict[int, _Shapes] = {
+    0: ((),),
+    1: tuple((count,) for count in (1024, 2048, 4096, 8192, 16384)),
+    2: tuple((count, 32) for count in (32, 64, 128, 256, 512)),
+    3: tuple((count, 8, 4) for count in (32, 64, 128, 256, 512)),
+    4: tuple((count, 8, 2, 2) for count in (32, 64, 128, 256, 512)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +98,16 @@ def probe(inner: torch.optim.Optimizer) -> Finding:
 
 
 class _Probe:
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, shapes_of: Mapping[int, Sequence[tuple[int, ...]]] = _SHAPES
+    ) -> None:
         self._inner = inner
         self._group_of: list[int] = []
         shapes: list[tuple[int, ...]] = []
         for index, group in enumerate(inner.param_groups):
             for dims in sorted({min(param.dim(), max(_SHAPES)) for param in group["params"]}):
-                shapes += _SHAPES[dims]
-                self._group_of += [index] * len(_SHAPES[dims])
+                shapes += shapes_of[dims]
+                self._group_of += [index] * len(shapes_of[dims])
         generator = torch.Generator().manual_seed(_SEED)
         self._params = [torch.randn(shape, generator=generator) for shape in shapes]
         self._noise = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(NUM_STEPS)]
@@ -126,9 +141,17 @@ class _Probe:
         mixing: list[str] = [] if why_not else self._audit(everything)
         if mixing:
             why_not = f"uses {', '.join(mixing[:5])}, which can mix elements"
+        why_not = why_not or _Probe(self._inner, _SIZES).why_not_at_any_size()
         if why_not is not None:
             return Finding("owner", why_not, None, frozenset(entries), False, attributes)
         return Finding("local", None, None, frozenset(entries), False, attributes, frozenset(tensors - entries))
+
+    def why_not_at_any_size(self) -> str | None:
+        """Why the rule is not element-wise for larger parameters, in words; None when nothing speaks against it."""
+        everything = [TriedPart(index) for index in range(len(self._params))]
+        halves = [[self._half(index, 0, rank) for index in range(len(self._params))] for rank in range(2)]
+        found = self._differs(self._run(everything, self._given), iter([halves]), self._given)
+        return found and f"is not element-wise for larger parameters: parts of them {found}"
 
     def _needs_closure(self, everything: Sequence[TriedPart]) -> Finding | None:
         """What to make of a rule that runs with a closure only; None of one that runs without.

@@ -51,8 +51,14 @@ def refuse_remembered(inner: torch.optim.Optimizer) -> None:
     What it has noted would be updated in place of what it is shown. A group's own list may have a second name.
 
     Raises:
-        PresentationError: an attribute holds parameters.
+        PresentationError: an attribute holds parameters, or another optimizer.
     """
+    around = [name for name, value in vars(inner).items() if isinstance(value, torch.optim.Optimizer)]
+    if around:
+        raise PresentationError(
+            f"{type(inner).__name__} is made around another optimizer (self.{around[0]}), which has groups and state of "
+            "its own that only it steps; wrap that one."
+        )
     lists = {id(group["params"]) for group in inner.param_groups}
     params = {id(param) for group in inner.param_groups for param in group["params"]}
     noted = [
