@@ -22,6 +22,8 @@ from benchmarks.catalogue.survey import Entry
 from benchmarks.harness.results import record
 from tests.support.ranks import Outcome
 
+ROOT = Path(__file__).parents[2]
+
 # An update of norm 5, and one whose elements are exact in float32.
 INITIAL = {"a": np.zeros(2, np.float32), "b": np.ones((2, 2), np.float32)}
 FINAL = {"a": np.array([3, 4], np.float32), "b": np.full((2, 2), 0.5, np.float32)}
@@ -163,6 +165,15 @@ def test_results_come_back_as_they_were_and_make_the_page(tmp_path: Path) -> Non
     assert "| `Four` | ImportError: einops |\n" in page
     assert "The weakest guarantee here is that of `torch.optim.One`: within 3e-07" in page
     assert json.dumps(samples(entries))
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    line, entries = read_results(ROOT / "benchmarks" / "results" / "catalog.jsonl")
+    page = (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    assert page == markdown(entries, line), (
+        "write it anew: python benchmarks/catalog.py --out benchmarks/results/catalog.jsonl"
+    )
+    assert {entry.name for entry in entries} == classes().keys()
 
 
 def test_the_table_of_protocols_names_classes_there_are() -> None:
