@@ -56,8 +56,8 @@ def refuse_remembered(inner: torch.optim.Optimizer) -> None:
     around = [name for name, value in vars(inner).items() if isinstance(value, torch.optim.Optimizer)]
     if around:
         raise PresentationError(
-            f"{type(inner).__name__} is made around another optimizer (self.{around[0]}), which has groups and state of "
-            "its own that only it steps; wrap that one."
+            f"{type(inner).__name__} is made around another optimizer (self.{around[0]}), which has groups and state "
+            "of its own that only it steps; wrap that one."
         )
     lists = {id(group["params"]) for group in inner.param_groups}
     params = {id(param) for group in inner.param_groups for param in group["params"]}
