@@ -152,7 +152,7 @@ def test_unscale_in_place_is_what_grad_scaler_calls() -> None:
     assert arguments == ["self", "optimizer", "inv_scale", "found_inf", "allow_fp16"]
 
 
-def test_a_stand_in_has_the_attributes_of_its_parameter_also_later_ones() -> None:
+def test_stand_in_has_the_attributes_of_its_parameter_also_later_ones() -> None:
     param = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     param.lr_scale = 0.5  # type: ignore[attr-defined]
     leaf = stand_in(param, torch.zeros(2))
