@@ -13,6 +13,7 @@ from tests.ranks.topologies import TOPOLOGIES
 from tests.ranks.trajectories import Whole, assemble
 from tests.ranks.whole_runs import (
     WholeRule,
+    alternating_job,
     differing_job,
     explained_job,
     failing_closure_job,
@@ -86,7 +87,7 @@ def resumed(ranks: RankPool, topology: str, rules: list[WholeRule], compute: str
 
 @pytest.mark.parametrize("compute", ["owner", "replicated"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_a_run_equals_the_unsharded_one_and_resumes_elsewhere(
+def test_a_run_equals_the_unsharded_one_and_resumes_elsewhere_A15_E2_G18_G19(
     ranks: RankPool, tmp_path: Path, topology: str, compute: str
 ) -> None:
     found = trained(ranks, topology, compute, str(tmp_path))
@@ -235,3 +236,11 @@ def test_state_of_one_owner_that_cannot_be_saved_fails_on_every_rank(ranks: Rank
         assert works
         assert keys == outcomes[0][3]
         assert "state.odd.row.weight.exp_avg" in keys
+
+
+@pytest.mark.parametrize("compute", ["owner", "replicated"])
+def test_state_stays_when_other_parameters_have_gradients_A16(ranks: RankPool, compute: str) -> None:
+    torch.set_num_threads(1)
+    rule = WholeRule("Muon", {"lr": 0.02}, matrices_only=True)
+    wanted = assemble([alternating_job(None, rule, compute)])
+    assert unequal(assemble(ranks.run(4, alternating_job, "fsdp4", rule, compute)), wanted) == []

@@ -352,3 +352,18 @@ def odd_state_job(topology: str, compute: str, rank: int) -> tuple[str, str, boo
     torch.distributed.all_reduce(number)
     state.pop("odd", None)
     return said, cause, float(number) == torch.distributed.get_world_size(), sorted(optimizer.state_dict())
+
+
+def alternating_job(topology: str | None, rule: WholeRule, compute: str) -> Held:
+    """Every second step has gradients of every second parameter only, on all ranks alike."""
+    track = Track(topology)
+    track.put(track.start)
+    optimizer = _make(track, rule, compute)
+    for step in range(5):
+        track.give_gradients(step)
+        for index, param in enumerate(track.params.values()):
+            if step % 2 and index % 2:
+                param.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(track)
