@@ -13,8 +13,8 @@ turns, a few steps each:
 * all_gather: one bare all_gather of 64 bytes over the ranks' gloo group, what the cheapest way to agree would cost.
 
 The ranks start each step together, and a step takes as long as its slowest rank. Checks may cost 1.5 of the all_gather,
-or 0.5 ms if that is more; once beyond "off", which nothing that waits in a step can keep where processes share cores, and
-once beyond "waiting". Exits with 1 if they cost more.
+or 0.5 ms if that is more: beyond "off", which nothing that waits in a step can keep where processes share cores, and
+beyond "waiting". Exits with 1 if they cost more.
 """
 
 from __future__ import annotations
