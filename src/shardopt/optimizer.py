@@ -324,8 +324,9 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         self._inventory.add(tracked)
 
     def sharded_state(self) -> dict[str, Tensor]:
-        """Element-wise state as DTensors over live memory (plain tensors for plain parameters), by key.
+        """Element-wise state as DTensors over live memory, by key; plain tensors for plain parameters.
 
+        Plain too, and whole, under ``owner`` and ``replicated``: of the parameters whose state this rank keeps.
         Not collective; nothing is copied. Writing to a value writes to the optimizer's state.
         """
         return live_tensors(self._inventory)

@@ -188,12 +188,14 @@ def test_a_rule_sees_the_mean_of_the_losses_of_all_ranks(ranks: RankPool) -> Non
     assert ranks.run(3, loss_job, "fsdp3") == [(3.0, 3.0)] * 3
 
 
-def test_a_closure_that_fails_on_one_rank_fails_on_all_and_the_group_works_on(ranks: RankPool) -> None:
-    outcomes = ranks.run(3, failing_closure_job, "fsdp3", 1)
-    for said, _, works in outcomes:
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_closure_that_fails_on_one_rank_fails_on_all_and_the_group_works_on(ranks: RankPool, at: int) -> None:
+    for said, works, later in ranks.run(3, failing_closure_job, "fsdp3", 1, at):
         assert "failed on rank 1" in said
         assert "no more data" in said
         assert works
+        # Before the first one has returned nothing is written, and the next step can be taken.
+        assert (later == "") == (at == 1)
 
 
 def test_explain_says_who_owns_what_where_results_round_and_what_a_checkpoint_is_good_for(ranks: RankPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,16 +111,14 @@ class FailsOnce(torch.optim.SGD):
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
-        # Not a number, which would be part of the state, and count again after a load.
-        self.calls: list[None] = []
+        # Neither a number nor a list, which would be part of the state, and count again after a load.
+        self.calls = itertools.count(1)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.calls.append(None)
+        number = next(self.calls)
         super().step()
-        if len(self.calls) == 2 and any(
-            param.shape == (1, 3) for group in self.param_groups for param in group["params"]
-        ):
+        if number == 2 and any(param.shape == (1, 3) for group in self.param_groups for param in group["params"]):
             raise ValueError("does not converge")
 
 
@@ -234,8 +233,8 @@ def loss_job(topology: str) -> tuple[float, float]:
     return float(optimizer.step(closure)), inner.seen
 
 
-def failing_closure_job(topology: str, rank: int) -> tuple[str, str, bool]:
-    """A closure that fails on one rank in its second call: error, its cause, and whether the group works on."""
+def failing_closure_job(topology: str, rank: int, at: int) -> tuple[str, bool, str]:
+    """A closure that fails on one rank: the error, whether the group works on, and what the next step says."""
     track = Track(topology)
     params = [param for fqn, param in track.params.items() if fqn != "odd.idle"]
     inner = torch.optim.LBFGS(params, max_iter=4, line_search_fn="strong_wolfe")
@@ -245,19 +244,22 @@ def failing_closure_job(topology: str, rank: int) -> tuple[str, str, bool]:
     def closure() -> float:
         nonlocal calls
         calls += 1
-        if calls == 2 and torch.distributed.get_rank() == rank:
+        if calls == at and torch.distributed.get_rank() == rank:
             raise ValueError("no more data")
         track.give_gradients(calls)
         return 1.0
 
-    said, cause = "", ""
-    try:
-        optimizer.step(closure)
-    except Exception as error:
-        said, cause = f"{type(error).__name__}: {error}", str(error.__cause__)
+    said: list[str] = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        try:
+            optimizer.step(closure)
+            said.append("")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
     number = torch.ones(())
     torch.distributed.all_reduce(number)
-    return said, cause, float(number) == torch.distributed.get_world_size()
+    return said[0], float(number) == torch.distributed.get_world_size(), said[1]
 
 
 def explained_job(topology: str) -> list[str]:

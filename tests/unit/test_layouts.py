@@ -11,8 +11,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from shardopt import LoadError, PlacementError, ShardedStateOptimizer, register_layouts
-from shardopt.layouts import declared
+from shardopt import (
+    LoadError,
+    PlacementError,
+    PresentationError,
+    ShardedStateOptimizer,
+    declare_saved,
+    register_layouts,
+)
+from shardopt.layouts import declared, objects
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -161,3 +168,101 @@ def test_a_declared_entry_is_stored_as_a_tensor_of_the_parameters_shape() -> Non
         step(optimizer, model)
         keys.append({key for key in optimizer.state_dict() if key.startswith("state.")})
     assert keys == [set(), {"state.weight.kept", "state.bias.kept"}]
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.n = 0
+
+
+class Nested(torch.optim.SGD):
+    """Counts in containers, and from its 30th step on in an attribute that the trial has not seen moving."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        super().__init__(params, lr=lr)
+        self.info = {"n": 0}
+        self.listed = [0]
+        self.phase = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.info["n"] += 1
+        self.listed[0] += 2
+        self.phase = self.info["n"] // 30
+        super().step()
+
+
+class InObject(torch.optim.SGD):
+    """Counts in an object of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        super().__init__(params, lr=lr)
+        self.counter = Counter()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.counter.n += 1
+        super().step()
+
+
+@pytest.mark.parametrize("compute", ["auto", "dtensor", "owner"])
+def test_numbers_in_containers_and_numbers_that_move_late_are_saved(tmp_path: Path, compute: str) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = ShardedStateOptimizer(Nested(model.parameters()), model, compute=compute)
+    step(optimizer, model, 31)
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
+    fresh = ShardedStateOptimizer(Nested(other.parameters()), other, compute=compute)
+    dcp.load({"optim": fresh}, checkpoint_id=tmp_path)
+    assert (inner(fresh).info, inner(fresh).listed, inner(fresh).phase) == ({"n": 31}, [62], 1)
+    assert inner(fresh).info is not inner(optimizer).info
+
+
+def test_a_number_in_an_object_is_refused_until_its_class_is_declared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "_DECLARED", {})
+    model = nn.Linear(3, 2)
+    optimizer = ShardedStateOptimizer(InObject(model.parameters()), model)
+    step(optimizer, model, 2)
+    with pytest.raises(PlacementError, match=r"InObject.counter: got a .*Counter.*declare_saved\(Counter\)"):
+        optimizer.state_dict()
+    declare_saved(Counter)
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
+    fresh = ShardedStateOptimizer(InObject(model.parameters()), model)
+    dcp.load({"optim": fresh}, checkpoint_id=tmp_path)
+    assert inner(fresh).counter.n == 2
+
+
+def test_what_others_hang_on_an_optimizer_is_not_taken_for_state() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = ShardedStateOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+    inner(optimizer).scheduler = torch.optim.lr_scheduler.ConstantLR(inner(optimizer))
+    inner(optimizer).model = model
+    inner(optimizer).log = print
+    assert optimizer._inventory.parts[0].saved_attributes == []
+    optimizer.state_dict()
+
+
+def test_a_constant_that_has_changed_is_refused_when_it_is_saved() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = wrapped(model, {"self.table": "constant", "self.scale": "constant"})
+    optimizer.state_dict()
+    step(optimizer, model)
+    with pytest.raises(PlacementError, match="Holding.scale is declared constant, and has changed"):
+        optimizer.state_dict()
+
+
+def test_a_rule_that_needs_a_closure_says_so_before_anything_is_written() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = ShardedStateOptimizer(torch.optim.LBFGS(model.parameters()), model)
+    with pytest.raises(PresentationError, match=r"LBFGS needs a closure"):
+        step(optimizer, model)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert "no gradient" not in optimizer.explain()

@@ -104,16 +104,20 @@ class WholeSpec:
         compute: the presentation that shows it what it needs.
         reason: what it needs, after "it".
         entries: element-wise entries that it keeps.
+        needs_closure: whether it does not run without a closure.
     """
 
     compute: str
     reason: str
     entries: frozenset[str] = frozenset()
+    needs_closure: bool = False
 
 
 _WHOLE: dict[type[torch.optim.Optimizer], WholeSpec] = {
     torch.optim.Adafactor: WholeSpec("owner", "factors each matrix", frozenset({"variance"})),
-    torch.optim.LBFGS: WholeSpec("replicated", "keeps one direction for all parameters, and calls its closure often"),
+    torch.optim.LBFGS: WholeSpec(
+        "replicated", "keeps one direction for all parameters, and calls its closure often", needs_closure=True
+    ),
     torch.optim.Muon: WholeSpec("owner", "orthogonalises each matrix", frozenset({"momentum_buffer"})),
 }
 

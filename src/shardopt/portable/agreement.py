@@ -29,7 +29,8 @@ def name_differences(
     return RankFailureError(
         f"{verdict.operation}: ranks hold differently what has to be the same on all of them; nothing was saved:\n"
         f"{text}\nOnly one rank's copy of it would be saved. Keep plain parameters and their gradients equal on "
-        "all ranks, shard them, or wrap with plain='per_rank'; give every rank's optimizer the same groups and values.",
+        "all ranks, shard them, or wrap with plain='per_rank'; give every rank's optimizer the same groups and values. "
+        "Counters of a sharded parameter differ after a step in which some rank had no gradient of it.",
         operation=verdict.operation,
         disagree=verdict.disagree,
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardopt.errors import PlacementError
 from shardopt.layouts.declared import ATTRIBUTE
 from shardopt.portable.decode import decode
 from shardopt.portable.encode import encode
@@ -49,7 +50,13 @@ def _of_part(part: Part) -> Json:
         if name in vars(part.inner):
             told[ATTRIBUTE + name] = _described(vars(part.inner)[name], f"{label}.{name}")
     for name in part.constants:
-        told[ATTRIBUTE + name] = {"constant": digest_of(vars(part.inner)[name], f"{label}.{name}")}
+        digest = digest_of(vars(part.inner)[name], f"{label}.{name}")
+        if part.constant_digests.get(name, digest) != digest:
+            raise PlacementError(
+                f"{label}.{name} is declared constant, and has changed since the optimizer was wrapped; declare it "
+                f"'saved': layouts={{{ATTRIBUTE + name!r}: 'saved'}}."
+            )
+        told[ATTRIBUTE + name] = {"constant": digest}
     return told
 
 

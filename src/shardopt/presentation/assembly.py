@@ -65,7 +65,9 @@ def make_part(inner: torch.optim.Optimizer, compute: str, layouts: Mapping[str, 
     if lacking:
         raise PlacementError(f"layouts: {type(inner).__name__} has no attributes {lacking}, which are declared.")
     choice = choose(inner, compute)
-    return Part(inner, _PRESENTATIONS[choice.compute](inner), choice, declared)
+    presentation = _PRESENTATIONS[choice.compute](inner)
+    presentation.needs_closure = choice.needs_closure
+    return Part(inner, presentation, choice, declared)
 
 
 def track_all(inners: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> list[Tracked]:

@@ -38,6 +38,7 @@ class Choice:
         entries: element-wise entries that the class is known or was seen to keep, where it has no ``ClassSpec``.
         attributes: of the optimizer, which hold plain values and are part of its state.
         common: entries that are tensors of another shape than the parameter's, the same on every rank.
+        needs_closure: whether the rule does not run without a closure.
     """
 
     compute: str
@@ -45,6 +46,7 @@ class Choice:
     entries: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
     common: frozenset[str] = frozenset()
+    needs_closure: bool = False
 
 
 def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
@@ -67,7 +69,8 @@ def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
         return _known_elementwise(label, compute)
     whole = whole_spec_of(inner)
     if whole is not None:
-        found = Finding(whole.compute, _WHOLE, None if whole.compute == "owner" else whole.reason, whole.entries)
+        why = None if whole.compute == "owner" else whole.reason
+        found = Finding(whole.compute, _WHOLE, why, whole.entries, needs_closure=whole.needs_closure)
         return _decided(label, compute, found, "known")
     return _probed(inner, label, compute)
 
@@ -113,7 +116,7 @@ def _decided(label: str, compute: str, found: Finding, how: str) -> Choice:
         )
     reason = reasons[found.compute] if asked == found.compute else f"asked for; {reasons[found.compute]}"
     common = found.common if asked == "local" else frozenset()
-    return Choice(asked, reason, found.entries, found.attributes, common)
+    return Choice(asked, reason, found.entries, found.attributes, common, found.needs_closure)
 
 
 # By the class itself, since two may have one name, and weakly, since another may get its place in memory.

@@ -41,8 +41,8 @@ class Identity:
                 f"{len(problems)} parameters are not those that the optimizer was wrapped with:\n"
                 + "\n".join(f"  {problem}" for problem in problems)
                 + "\nThe optimizer knows the old ones only: it would update what nothing uses, or with state that does "
-                "not fit. load_state_dict(assign=True), assigning a Parameter, to_empty() and .to(dtype) do that; "
-                "build the optimizer and its wrapper afterwards, or load with assign=False."
+                "not fit. fully_shard, load_state_dict(assign=True), assigning a Parameter, to_empty() and .to(dtype) "
+                "do that; build the optimizer and its wrapper afterwards, or load with assign=False."
             )
 
     def _replaced(self) -> list[str]:

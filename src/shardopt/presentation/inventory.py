@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardopt.errors import NamingError, PlacementError
+from shardopt.layouts.attributes import changed, held_in
 from shardopt.layouts.catalog import spec_of
 from shardopt.layouts.declared import ATTRIBUTE, CONSTANT, ELEMENTWISE, SAME, SAVED
 from shardopt.layouts.tracked import Tracked
@@ -24,18 +25,32 @@ __all__ = ["Inventory", "Part"]
 
 @dataclass(slots=True)
 class Part:
-    """One inner optimizer with the presentation it steps in."""
+    """One inner optimizer with the presentation it steps in.
+
+    Attributes:
+        inner: the optimizer.
+        presentation: shows it its parameters.
+        choice: of the presentation.
+        layouts: declared of its state.
+        constant_digests: of the attributes that are declared constant, when it was wrapped.
+    """
 
     inner: torch.optim.Optimizer
     presentation: Presentation
     choice: Choice
     layouts: Mapping[str, str] = field(default_factory=dict)
+    constant_digests: dict[str, str] = field(default_factory=dict)
+    _held_at_first: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._held_at_first = held_in(self.inner, objects=False)
 
     @property
     def saved_attributes(self) -> list[str]:
-        """Attributes that are part of the state: declared, or seen to be changed by steps."""
-        declared = (name.removeprefix(ATTRIBUTE) for name, layout in self.layouts.items() if layout == SAVED)
-        return sorted({*declared, *self.choice.attributes})
+        """Attributes that are part of the state: declared, seen to be changed by steps, or changed since."""
+        declared = {name.removeprefix(ATTRIBUTE) for name, layout in self.layouts.items() if layout == SAVED}
+        moved = changed(self._held_at_first, held_in(self.inner, objects=False))
+        return sorted({*declared, *self.choice.attributes, *moved} - {*self.constants})
 
     @property
     def constants(self) -> list[str]:

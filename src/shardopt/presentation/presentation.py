@@ -56,6 +56,8 @@ class Presentation(ABC):
     name: ClassVar[str]
     # Whether the optimizer's own step calls the closure; otherwise it was called before, and gradients are all it gets.
     calls_closure: ClassVar[bool] = False
+    # Whether the presentation is there when the closure returns.
+    sees_closure: ClassVar[bool] = False
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -69,6 +71,10 @@ class Presentation(ABC):
         self._without_gradient: set[int] = set()
         # Whether parameters that are not sharded are each rank's own.
         self.own_plain = False
+        # Whether the step that runs may have written something: the poison of a failure.
+        self.has_written = False
+        # Whether the rule does not run without a closure.
+        self.needs_closure = False
 
     def join(self, scope: Scope, balance: Balance, agree: Agree) -> None:
         """Collective, in those that communicate. Takes the ranks, once they have met.
@@ -193,6 +199,8 @@ class Presentation(ABC):
 
     def _run(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
         step = raw_step(self.inner)
+        # A rule that calls a closure has nothing to write before that has returned; who sees it return says so.
+        self.has_written = closure is None or not self.sees_closure
         if not amp:
             return step(closure)
         for key, value in amp.items():

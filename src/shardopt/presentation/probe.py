@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardopt.errors import PresentationError
+from shardopt.layouts.attributes import changed, held_in
 from shardopt.layouts.declared import ATTRIBUTE
 from shardopt.presentation.audit import OperationAudit
 from shardopt.presentation.replica import make_replica
@@ -31,8 +32,6 @@ __all__ = ["Finding", "probe"]
 _Shapes = Sequence[tuple[int, ...]]
 
 NUM_STEPS = 24
-# What torch notes on an optimizer: that it has stepped, and that it has warned.
-_TORCHS = frozenset({"_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"})
 _SEED = 20250123
 
 # By number of dimensions. Every half along every dim is a multiple of 64 elements: torch's vector loops round the rest
@@ -70,6 +69,7 @@ class Finding:
         why_not_owner: why it cannot be run on some parameters without the others.
         entries: state entries that have a number for each element of their parameter.
         draws: whether it draws random numbers.
+        needs_closure: whether it does not run without a closure.
         attributes: of the optimizer, which hold plain values and were changed by steps.
         common: of an element-wise rule, state entries of another shape, which parts have as the whole has them.
     """
@@ -81,6 +81,7 @@ class Finding:
     draws: bool = False
     attributes: frozenset[str] = frozenset()
     common: frozenset[str] = frozenset()
+    needs_closure: bool = False
 
 
 def probe(inner: torch.optim.Optimizer) -> Finding:
@@ -167,7 +168,9 @@ class _Probe:
             except Exception:
                 raise error from None
             why = "calls a closure, for the loss or for more gradients"
-            return Finding("replicated", why, why, frozenset(run.elementwise()), run.drew, run.attributes())
+            return Finding(
+                "replicated", why, why, frozenset(run.elementwise()), run.drew, run.attributes(), needs_closure=True
+            )
         return None
 
     # Gradients. What a step's noise is cut to goes with the parameter it is for.
@@ -231,7 +234,7 @@ class _Probe:
     def _run(self, parts: Sequence[TriedPart], regime: _Regime, *, with_closure: bool = False) -> TriedRun:
         params = [nn.Parameter(part.of(self._params[part.index]).clone()) for part in parts]
         optimizer = self._replica(parts, params)
-        held = _plain_attributes(optimizer)
+        held = held_in(optimizer, objects=True)
         torch.manual_seed(_SEED)
         before = _random_states()
         history: list[list[Tensor]] = []
@@ -243,8 +246,8 @@ class _Probe:
         ]
         states = [optimizer.state.get(param) or {} for param in params]
         beside: dict[Any, Any] = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-        now = _plain_attributes(optimizer)
-        beside |= {ATTRIBUTE + name: value for name, value in now.items() if name not in held or held[name] != value}
+        now = held_in(optimizer, objects=True)
+        beside |= {ATTRIBUTE + name: now[name] for name in changed(held, now)}
         return TriedRun(list(parts), history, states, groups, beside, drew=before != _random_states())
 
     def _step(
@@ -294,15 +297,6 @@ class _Probe:
             with audit:
                 raw_step(optimizer)()
         return list(audit.mixing)
-
-
-def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers, text and None that the optimizer has as attributes; not those that torch keeps of its own."""
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in _TORCHS and isinstance(value, (bool, int, float, complex, str, type(None)))
-    }
 
 
 def _random_states() -> tuple[Any, ...]:

@@ -37,6 +37,7 @@ class ReplicatedPresentation(WholePresentation):
 
     name: ClassVar[str] = "replicated"
     calls_closure: ClassVar[bool] = True
+    sees_closure: ClassVar[bool] = True
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)
@@ -142,11 +143,12 @@ class ReplicatedPresentation(WholePresentation):
 
     def _update(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
         digest = hashlib.blake2b(f"{self._seed} {self._num_steps}".encode(), digest_size=8).digest()
-        self._num_steps += 1
         with self.showing() as showing:
             between = None if closure is None else lambda: self._call(closure, showing)
             with _seeded(int.from_bytes(digest, "little"), {shown.shard.device for shown in self._shown}) as suspended:
-                return self._run(None if between is None else lambda: suspended(between), amp)
+                result = self._run(None if between is None else lambda: suspended(between), amp)
+        self._num_steps += 1
+        return result
 
     def _call(self, closure: Callable[[], Any], showing: Showing) -> Any:
         """Collective. The closure, on the sharded model with what the optimizer has made of it; then its gradients."""
@@ -165,18 +167,24 @@ class ReplicatedPresentation(WholePresentation):
             self._agree("closure", failure, b"", 0)
             self._align(ready)
             self._gather()
-            return self._common(loss)
+            loss = self._common(loss)
+            self.has_written = True
+            return loss
         finally:
             showing.__enter__()
 
     def _common(self, loss: Any) -> Any:
         """Collective. The loss, or where ranks have different ones their mean: the rule must see one number."""
-        told = self._scope.exchange("loss", json.dumps(None if loss is None else float(loss)).encode())
+        told = self._scope.exchange("loss", json.dumps(None if loss is None else _number(loss)).encode())
         losses = [json.loads(one) for one in told]
         if loss is None or all(one == losses[0] for one in losses):
             return loss
         mean = sum(losses) / len(losses)
         return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean
+
+
+def _number(loss: Any) -> float:
+    return float(loss.detach() if isinstance(loss, Tensor) else loss)
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

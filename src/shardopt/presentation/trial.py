@@ -93,11 +93,15 @@ def _unlike(
             cut = part.dim is not None and one.shape != other.shape and tuple(other.shape) == shape
             alike = _same(one, part.of(other) if cut else other)
         else:
-            held = part.dim is not None and any(isinstance(leaf, Tensor) for leaf in tree_leaves((one, other)))
+            # What holds tensors, or may hold any, is cut by nobody.
+            held = part.dim is not None and not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves((one, other)))
             alike = not held and _alike(one, other)
         if not alike:
             return name
     return None
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def _alike(one: Any, other: Any) -> bool:

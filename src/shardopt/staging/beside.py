@@ -91,8 +91,7 @@ def _unlike(part: Part, named: Mapping[str, Any]) -> Iterator[str]:
     """Attributes that are declared otherwise than they were saved."""
     label = type(part.inner).__name__
     constants = {ATTRIBUTE + name: name for name in part.constants}
-    saved = {ATTRIBUTE + name for name in part.saved_attributes}
-    for key in sorted({*constants, *saved, *(key for key in named if key.startswith(ATTRIBUTE))}):
+    for key in sorted({*constants, *(key for key in named if key.startswith(ATTRIBUTE))}):
         told = named.get(key)
         if isinstance(told, Constant) and key in constants:
             if told.digest != digest_of(vars(part.inner)[constants[key]], label):
@@ -103,8 +102,6 @@ def _unlike(part: Part, named: Mapping[str, Any]) -> Iterator[str]:
         elif isinstance(told, Constant) or key in constants:
             there = "constant" if isinstance(told, Constant) else "not constant" if key in named else "absent"
             yield f"{label}: {key} is {there} in the checkpoint; declare it in layouts= as it was when it was saved."
-        elif key in named and key not in saved:
-            yield f"{label}: {key} is in the checkpoint; declare it: layouts={{{key!r}: 'saved'}}."
 
 
 def _draws(part: Part, manifest: Manifest, index: int) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.errors import RankFailureError
 from shardopt.layouts.tracked import Tracked
+from shardopt.portable.beside import digest_of
 from shardopt.presentation.assembly import checked, join, make_part, track_all
 from shardopt.presentation.inventory import Inventory, Part
 from shardopt.presentation.ownership import Balance
@@ -57,6 +58,8 @@ def construct(
         inners = _listed(optimizer, torch.optim.Optimizer, "optimizer")
         models = _listed(model, nn.Module, "model")
         parts = [make_part(inner, compute, layouts) for inner in checked(inners, wrapper)]
+        for part in parts:
+            part.constant_digests |= {name: digest_of(vars(part.inner)[name], name) for name in part.constants}
         tracked = track_all(inners, models)
     except BaseException as error:
         failure = failure or error
@@ -129,7 +132,9 @@ def _described(parts: Sequence[Part], tracked: Sequence[Tracked], options: Mappi
     held = {f"the option {name}": repr(value) for name, value in options.items()}
     for index, part in enumerate(parts):
         kind = type(part.inner)
-        held[f"optimizer {index}"] = f"{kind.__module__}.{kind.__qualname__} {part.choice.compute} {dict(part.layouts)}"
+        held[f"optimizer {index}: its class"] = f"{kind.__module__}.{kind.__qualname__}"
+        held[f"optimizer {index}: compute"] = part.choice.compute
+        held[f"optimizer {index}: layouts"] = repr(sorted(part.layouts.items()))
     members: dict[int, list[str]] = {index: [] for index in range(sum(len(part.inner.param_groups) for part in parts))}
     for item in tracked:
         members[item.group].append(item.fqn)

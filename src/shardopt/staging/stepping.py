@@ -105,7 +105,9 @@ class Stepping:
             agreed = self._vote(failure, held, facts)
             if self._skips(_Fact(agreed) | facts):
                 return attempt.loss
-            self.presence.look()
+            if not attempt.calls_itself:
+                # Otherwise gradients come with the closure.
+                self.presence.look()
         except BaseException:
             # Who tries again with these gradients must not divide them by the scale twice.
             if attempt.unscaled:
@@ -116,7 +118,8 @@ class Stepping:
             self._update(presentations, attempt)
             run_wrapper_post_hooks(outer, attempt.args, attempt.kwargs)
         except BaseException as error:
-            self._poison.set("step", error)
+            if any(one.has_written for one in presentations):
+                self._poison.set("step", error)
             raise
         return attempt.loss
 
@@ -147,6 +150,7 @@ class Stepping:
         args = attempt.args
         attempt.closure = args[1] if len(args) > 1 else attempt.kwargs.get("closure")
         attempt.calls_itself = self._inner_calls(attempt.closure)
+        _refuse_no_closure(presentations, attempt.closure)
         for one in presentations:
             run_pre_hooks(one.inner, attempt.closure)
         if attempt.closure is not None and not attempt.calls_itself:
@@ -225,6 +229,14 @@ class Stepping:
                 operation="step",
             )
         return _Fact.OVERFLOW in facts
+
+
+def _refuse_no_closure(presentations: Sequence[Presentation], closure: Closure | None) -> None:
+    lacking = [type(one.inner).__name__ for one in presentations if one.needs_closure]
+    if closure is None and lacking:
+        raise PresentationError(
+            f"{lacking[0]} needs a closure that evaluates the model and returns the loss: optimizer.step(closure)."
+        )
 
 
 def _must_agree(found: Sequence[Ready]) -> dict[str, str]:

@@ -1,0 +1,27 @@
+"""Every public name is on the page of all public names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import shardopt
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    assert [name for name in shardopt.__all__ if f"`{name}" not in PAGE] == []
+
+
+def test_every_method_of_the_wrapper_is_on_the_page() -> None:
+    own = [
+        name
+        for name in vars(shardopt.ShardedStateOptimizer)
+        if not name.startswith("_") and callable(getattr(shardopt.ShardedStateOptimizer, name))
+    ]
+    assert len(own) > 8
+    assert [name for name in own if f"`.{name}" not in PAGE] == []
+
+
+def test_every_field_of_a_report_is_on_the_page() -> None:
+    assert [name for name in shardopt.Report.__dataclass_fields__ if f"`.{name}`" not in PAGE] == []
