@@ -235,7 +235,7 @@ def test_a_number_in_an_object_is_refused_until_its_class_is_declared(
 
 def test_what_others_hang_on_an_optimizer_is_not_taken_for_state() -> None:
     model = nn.Linear(3, 2)
-    optimizer = ShardedStateOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+    optimizer = ShardedStateOptimizer(Keeps(model.parameters()), model, compute="dtensor")
     inner(optimizer).scheduler = torch.optim.lr_scheduler.ConstantLR(inner(optimizer))
     inner(optimizer).model = model
     inner(optimizer).log = print

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.errors import NamingError, PlacementError
 from shardopt.layouts.attributes import changed, held_in
-from shardopt.layouts.catalog import spec_of
+from shardopt.layouts.catalog import spec_of, whole_spec_of
 from shardopt.layouts.declared import ATTRIBUTE, CONSTANT, ELEMENTWISE, SAME, SAVED
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.choice import Choice
@@ -49,7 +49,9 @@ class Part:
     def saved_attributes(self) -> list[str]:
         """Attributes that are part of the state: declared, seen to be changed by steps, or changed since."""
         declared = {name.removeprefix(ATTRIBUTE) for name, layout in self.layouts.items() if layout == SAVED}
-        moved = changed(self._held_at_first, held_in(self.inner, objects=False))
+        # Of the classes that are known it is known that they keep none; torch notes things of its own there.
+        known = spec_of(self.inner) is not None or whole_spec_of(self.inner) is not None
+        moved: set[str] = set() if known else changed(self._held_at_first, held_in(self.inner, objects=False))
         return sorted({*declared, *self.choice.attributes, *moved} - {*self.constants})
 
     @property
