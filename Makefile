@@ -42,7 +42,7 @@ format: .venv/.installed
 
 # Multi-rank tests own their worker processes, so they run in one pytest process.
 test: lint
-	$(call PYTEST,.venv) -n 2 tests/unit
+	$(call PYTEST,.venv) -n 2 -m "not slow" tests/unit
 	$(call PYTEST,.venv) -m "not slow" tests --ignore=tests/unit
 
 test-all: lint

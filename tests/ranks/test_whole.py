@@ -34,6 +34,9 @@ from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.timeout(300)
 
+# In make test-all: layouts much like the others.
+MORE = {"fsdp1", "fsdp4", "tp2", "dim1", "dense4+experts2x2"}
+
 OWNED = [
     WholeRule("Muon", {"lr": 0.02}, matrices_only=True),
     WholeRule("Adafactor", {"lr": 0.1}),
@@ -86,7 +89,9 @@ def resumed(ranks: RankPool, topology: str, rules: list[WholeRule], compute: str
 
 
 @pytest.mark.parametrize("compute", ["owner", "replicated"])
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology", [pytest.param(name, marks=[pytest.mark.slow] if name in MORE else []) for name in TOPOLOGIES]
+)
 def test_a_run_equals_the_unsharded_one_and_resumes_elsewhere_A15_E2_G18_G19(
     ranks: RankPool, tmp_path: Path, topology: str, compute: str
 ) -> None:

@@ -32,13 +32,27 @@ REFUSED = {
 NOT_OWNED = {"coupled", "CoupledChangesForm"}
 
 
+# Where auto has to find out something.
+AUTO = {
+    "LargeOnes",
+    "ChangesForm",
+    "CoupledChangesForm",
+    "coupled",
+    "ReadsAttribute",
+    "LooksAtRequiresGrad",
+    "clearing",
+}
+
+
 def cases() -> list[Any]:
     """Each script on one layout for each presentation; the three have uneven, replicated and plain parameters."""
     found: list[Any] = []
     for script in (name for name in SCRIPTS if name not in REFUSED):
         for compute, topology in (("owner", "fsdp3"), ("auto", "hsdp2x2"), ("replicated", "fsdp2+plain")):
             if compute != "owner" or script not in NOT_OWNED:
-                found.append((script, compute, topology))
+                # auto takes one of the other two, most often.
+                marks = [pytest.mark.slow] if compute == "auto" and script not in AUTO else []
+                found.append(pytest.param(script, compute, topology, marks=marks))
     return found
 
 

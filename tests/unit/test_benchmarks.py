@@ -37,6 +37,7 @@ def check_conditions(line: dict[str, Any]) -> None:
     assert len(line["load"]) == 3
 
 
+@pytest.mark.slow
 def test_step(tmp_path: Path) -> None:
     sizes = ("--tensors", "3", "--rows", "5", "--columns", "2", "--steps", "3", "--block", "2")
     # 5 columns: on 4 ranks the last holds nothing of the matrix of 5 rows.
@@ -67,6 +68,7 @@ def test_consensus(tmp_path: Path) -> None:
     assert output.count("checked - off") == output.count("checked - waiting") == 2
 
 
+@pytest.mark.slow
 def test_checkpoint(tmp_path: Path) -> None:
     sizes = ("--parameters", "2", "--rows", "4", "--columns", "2", "--rounds", "2")
     memory = ("--big-parameters", "2", "--moment-side", "8", "--directory", str(tmp_path))
@@ -82,6 +84,7 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert output.count("peak over needed memory") == 3
 
 
+@pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
     sizes = ("--vocabulary", "7", "--width", "4", "--layers", "1")
     output, lines = run_benchmark("memory.py", *sizes, "--rules", "SGD", "AdamW", out=tmp_path / "memory.jsonl")

@@ -266,3 +266,52 @@ def test_a_rule_that_needs_a_closure_says_so_before_anything_is_written() -> Non
 
     optimizer.step(closure)
     assert "no gradient" not in optimizer.explain()
+
+
+class InFloat32(torch.optim.Optimizer):
+    """SGD on a float32 copy of each parameter, which is kept in state."""
+
+    def __init__(self, params: Any, lr: float = 2.0**-12) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["wide"] = param.detach().float().clone()
+                state["wide"].add_(param.grad.float(), alpha=-group["lr"])
+                param.copy_(state["wide"])
+
+
+@pytest.mark.parametrize("compute", ["local", "owner", "replicated", "dtensor"])
+def test_a_master_follows_weights_that_were_loaded_alone_and_keeps_what_it_knows_of_others(compute: str) -> None:
+    model = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    inner_ = InFloat32(model.parameters())
+    optimizer = ShardedStateOptimizer(inner_, model, compute=compute, layouts={"wide": "master"})
+    step(optimizer, model, 3)
+    # Too little for bfloat16 to show.
+    assert torch.equal(model.weight, torch.ones(2, 2, dtype=torch.bfloat16))
+    wide: torch.Tensor = inner_.state[model.weight]["wide"]
+    assert torch.equal(wide, torch.full((2, 2), 1 - 3 * 2.0**-12))
+    with torch.no_grad():
+        model.weight[0] = 5.0
+    step(optimizer, model)
+    wide = inner_.state[model.weight]["wide"]
+    assert torch.equal(wide, torch.tensor([[5 - 2.0**-12] * 2, [1 - 4 * 2.0**-12] * 2]))
+    assert torch.equal(model.weight[0], torch.full((2,), 5.0, dtype=torch.bfloat16))
+
+
+def test_without_the_declaration_loaded_weights_are_lost() -> None:
+    model = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+    optimizer = ShardedStateOptimizer(InFloat32(model.parameters()), model)
+    step(optimizer, model)
+    with torch.no_grad():
+        model.weight.fill_(5.0)
+    step(optimizer, model)
+    assert not torch.equal(model.weight, torch.full((2, 2), 5.0, dtype=torch.bfloat16))

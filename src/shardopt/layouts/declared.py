@@ -9,10 +9,22 @@ import torch
 
 from shardopt.layouts.interchange import qualified
 
-__all__ = ["ATTRIBUTE", "CONSTANT", "ELEMENTWISE", "SAME", "SAVED", "checked_layouts", "layouts_of", "register_layouts"]
+__all__ = [
+    "ATTRIBUTE",
+    "CONSTANT",
+    "ELEMENTWISE",
+    "MASTER",
+    "SAME",
+    "SAVED",
+    "checked_layouts",
+    "layouts_of",
+    "register_layouts",
+]
 
 ELEMENTWISE = "elementwise"
 """Of an entry of a parameter's state: a number for each element of the parameter, sharded like it."""
+MASTER = "master"
+"""Of an entry: the parameter itself in a wider dtype, of which the parameter is the nearest rounding."""
 SAME = "same"
 """Of an entry of a parameter's state: a tensor of another shape than the parameter's, the same on every rank."""
 SAVED = "saved"
@@ -35,8 +47,8 @@ def register_layouts(optimizer_class: type[torch.optim.Optimizer] | str, layouts
 
     Args:
         optimizer_class: the class, or its module and name; a subclass is a class of its own.
-        layouts: ``{"momentum": "elementwise"}`` or ``"same"`` for an entry of a parameter's state; ``{"self.scales":
-            "saved"}`` or ``"constant"`` for an attribute of the optimizer.
+        layouts: ``{"momentum": "elementwise"}``, ``"master"`` or ``"same"`` for an entry of a parameter's state;
+            ``{"self.scales": "saved"}`` or ``"constant"`` for an attribute of the optimizer.
 
     Raises:
         TypeError: what is declared is no mapping of names to layouts, or there is no such class.
@@ -59,7 +71,7 @@ def checked_layouts(layouts: Mapping[str, str]) -> Mapping[str, str]:
     if not isinstance(layouts, Mapping) or not all(isinstance(name, str) for name in layouts):
         raise TypeError(f"layouts={layouts!r}: expected a dict from names to layouts.")
     for name, layout in layouts.items():
-        allowed = (SAVED, CONSTANT) if name.startswith(ATTRIBUTE) else (ELEMENTWISE, SAME)
+        allowed = (SAVED, CONSTANT) if name.startswith(ATTRIBUTE) else (ELEMENTWISE, MASTER, SAME)
         if layout not in allowed:
             kind = "an attribute of the optimizer" if name.startswith(ATTRIBUTE) else "an entry of a parameter's state"
             raise ValueError(

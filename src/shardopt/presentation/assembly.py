@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardopt.errors import PlacementError, ScopeError
-from shardopt.layouts.declared import ATTRIBUTE, checked_layouts, layouts_of
+from shardopt.layouts.declared import ATTRIBUTE, MASTER, checked_layouts, layouts_of
 from shardopt.layouts.tracked import Tracked, check_device, track
 from shardopt.naming import Name, name_parameters
 from shardopt.presentation.choice import choose
@@ -67,6 +67,7 @@ def make_part(inner: torch.optim.Optimizer, compute: str, layouts: Mapping[str, 
     choice = choose(inner, compute)
     presentation = _PRESENTATIONS[choice.compute](inner)
     presentation.needs_closure = choice.needs_closure
+    presentation.masters = tuple(name for name, layout in declared.items() if layout == MASTER)
     return Part(inner, presentation, choice, declared)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardopt.errors import NamingError, PlacementError
 from shardopt.layouts.attributes import changed, held_in
 from shardopt.layouts.catalog import spec_of, whole_spec_of
-from shardopt.layouts.declared import ATTRIBUTE, CONSTANT, ELEMENTWISE, SAME, SAVED
+from shardopt.layouts.declared import ATTRIBUTE, CONSTANT, ELEMENTWISE, MASTER, SAME, SAVED
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.choice import Choice
 from shardopt.presentation.identity import Identity
@@ -62,7 +62,7 @@ class Part:
     @property
     def elementwise(self) -> list[str]:
         """Entries that are element-wise: declared, or seen in a probe."""
-        declared = (name for name, layout in self.layouts.items() if layout == ELEMENTWISE)
+        declared = (name for name, layout in self.layouts.items() if layout in (ELEMENTWISE, MASTER))
         return sorted({*declared, *self.choice.entries})
 
     @property

@@ -71,6 +71,8 @@ class Presentation(ABC):
         self._without_gradient: set[int] = set()
         # Whether parameters that are not sharded are each rank's own.
         self.own_plain = False
+        # Entries that hold the parameter in a wider dtype.
+        self.masters: tuple[str, ...] = ()
         # Whether the step that runs may have written something: the poison of a failure.
         self.has_written = False
         # Whether the rule does not run without a closure.
@@ -197,7 +199,18 @@ class Presentation(ABC):
             if gradient is not None:
                 yield item.fqn, local_shard(gradient) if isinstance(gradient, DTensor) else gradient
 
+    @torch.no_grad()
+    def _refresh_masters(self) -> None:
+        """Brings masters up to weights that were loaded without the optimizer's state."""
+        for group in self.inner.param_groups:
+            for param in group["params"]:
+                state = self.inner.state.get(param) or {}
+                for name in self.masters:
+                    _refresh(state.get(name), param)
+
     def _run(self, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
+        if self.masters:
+            self._refresh_masters()
         step = raw_step(self.inner)
         # A rule that calls a closure has nothing to write before that has returned; who sees it return says so.
         self.has_written = closure is None or not self.sees_closure
@@ -210,6 +223,16 @@ class Presentation(ABC):
         finally:
             for key in amp:
                 delattr(self.inner, key)
+
+
+def _refresh(master: object, param: Tensor) -> None:
+    """Where the parameter is not the master's rounding, somebody else has written it since: the master follows."""
+    if not isinstance(master, Tensor):
+        return
+    held = local_shard(master) if isinstance(master, DTensor) else master
+    shard = (local_shard(param) if isinstance(param, DTensor) else param).detach()
+    if held.shape == shard.shape:
+        held.copy_(torch.where(held.to(shard.dtype) == shard, held, shard.to(held.dtype)))
 
 
 def _plain(value: Tensor) -> Tensor:
