@@ -47,6 +47,7 @@ __all__ = [
     "spec_token",
     "stand_in",
     "storage_token",
+    "trainable_of",
     "unscale_in_place",
     "without_dynamo",
 ]
@@ -83,6 +84,12 @@ def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
     """
     with torch._C.DisableTorchFunctionSubclass():
         return [param.grad for param in params]
+
+
+def trainable_of(params: Sequence[Tensor]) -> list[bool]:
+    """Which parameters require gradients, without asking whether they override that, as in ``gradients_of``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [param.requires_grad for param in params]
 
 
 def set_gradients(leaves: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:

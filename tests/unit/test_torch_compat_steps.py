@@ -20,6 +20,7 @@ from shardopt.torch_compat import (
     run_wrapper_post_hooks,
     run_wrapper_pre_hooks,
     stand_in,
+    trainable_of,
     unscale_in_place,
 )
 
@@ -163,3 +164,14 @@ def test_stand_in_has_the_attributes_of_its_parameter_also_later_ones() -> None:
     assert (leaf.lr_scale, leaf.decay, param.seen) == (0.5, True, 1)  # type: ignore[attr-defined]
     # What torch keeps in there of its own would be shared too.
     assert set(vars(torch.nn.Parameter(torch.ones(1)))) <= {"_is_param"}
+
+
+def test_trainable_of_asks_no_subclass() -> None:
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(f"asked for {func}")
+
+    frozen = torch.ones(2).as_subclass(Loud)
+    param = nn.Parameter(torch.ones(2))
+    assert trainable_of([frozen, param]) == [False, True]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, ClassVar, cast
 
 import torch
@@ -23,6 +23,7 @@ from shardopt.torch_compat import (
     shard_in_place,
     spec_token,
     stand_in,
+    trainable_of,
 )
 
 __all__ = ["LocalPresentation"]
@@ -130,7 +131,7 @@ class LocalPresentation(Presentation):
         self._check_parameters()
         if not all(map(is_, map(shard_in_place, self._params), self._shards)):
             self._refresh()
-        trainable = list(map(_requires_grad, self._params))
+        trainable = trainable_of(self._params)
         if trainable != self._trainable:
             self._trainable = trainable
             for leaf, does in zip(self._leaves, trainable, strict=True):
@@ -235,8 +236,12 @@ class LocalPresentation(Presentation):
 
         One look tells, nearly always: a rule clears all of them or none.
         """
-        first = next((index for index, param in enumerate(self._params) if param.grad is not None), None)
-        if first is None or self._leaves[first].grad is not None:
+        for param, leaf in zip(self._params, self._leaves, strict=True):
+            if leaf.grad is not None:
+                return
+            if param.grad is not None:
+                break
+        else:
             return
         for param, leaf in zip(self._params, self._leaves, strict=True):
             if leaf.grad is None:
@@ -245,10 +250,6 @@ class LocalPresentation(Presentation):
     def to_state(self, tracked: Tracked, local: Tensor) -> Tensor:
         """The local tensor itself."""
         return local
-
-
-# In C, since it is read for every parameter in every step.
-_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
 def _leaf(param: DTensor, shard: Tensor) -> nn.Parameter:
