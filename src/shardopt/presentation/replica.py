@@ -21,17 +21,20 @@ _NOT_COPIED = frozenset({"state", "param_groups", "defaults"})
 _KERNELS = {"fused": False, "capturable": False, "differentiable": False}
 
 
-def make_replica(inner: torch.optim.Optimizer, params: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:
+def make_replica(
+    inner: torch.optim.Optimizer, params: Sequence[Sequence[Tensor]], *, construct: bool = False
+) -> torch.optim.Optimizer:
     """A new optimizer without state, with these parameters in the groups of the given one.
 
     Its attributes are copied, since constructors take arguments that no attribute remembers; where that fails it is
-    constructed from its defaults. Nothing of the given optimizer is changed or shared.
+    constructed from its defaults; with ``construct`` it is that at once, for rules that make state when they are made.
+    Nothing of the given optimizer is changed or shared.
 
     Raises:
         PresentationError: neither way makes one.
     """
     problems: list[str] = []
-    for make in (_copied, _constructed):
+    for make in (_constructed,) if construct else (_copied, _constructed):
         try:
             return make(inner, params)
         except Exception as error:
