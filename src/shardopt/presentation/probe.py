@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,9 +100,14 @@ def probe(inner: torch.optim.Optimizer) -> Finding:
 
 class _Probe:
     def __init__(
-        self, inner: torch.optim.Optimizer, shapes_of: Mapping[int, Sequence[tuple[int, ...]]] = _SHAPES
+        self,
+        inner: torch.optim.Optimizer,
+        shapes_of: Mapping[int, Sequence[tuple[int, ...]]] = _SHAPES,
+        *,
+        constructs: bool = False,
     ) -> None:
         self._inner = inner
+        self._constructs = constructs
         self._group_of: list[int] = []
         shapes: list[tuple[int, ...]] = []
         for index, group in enumerate(inner.param_groups):
@@ -142,7 +147,7 @@ class _Probe:
         mixing: list[str] = [] if why_not else self._audit(everything)
         if mixing:
             why_not = f"uses {', '.join(mixing[:5])}, which can mix elements"
-        why_not = why_not or _Probe(self._inner, _SIZES).why_not_at_any_size()
+        why_not = why_not or _Probe(self._inner, _SIZES, constructs=self._constructs).why_not_at_any_size()
         if why_not is not None:
             return Finding("owner", why_not, None, frozenset(entries), False, attributes)
         return Finding("local", None, None, frozenset(entries), False, attributes, frozenset(tensors - entries))
@@ -163,6 +168,11 @@ class _Probe:
         try:
             self._run(everything, self._given)
         except Exception as error:
+            self._constructs = True
+            with suppress(Exception):
+                self._run(everything, self._given)
+                return None
+            self._constructs = False
             try:
                 run = self._run(everything, self._dependent, with_closure=True)
             except Exception:
@@ -285,7 +295,7 @@ class _Probe:
         grouped: list[list[Tensor]] = [[] for _ in self._inner.param_groups]
         for part, param in zip(parts, params, strict=True):
             grouped[self._group_of[part.index]].append(param)
-        return make_replica(self._inner, grouped)
+        return make_replica(self._inner, grouped, construct=self._constructs)
 
     def _audit(self, parts: Sequence[TriedPart]) -> list[str]:
         params = [nn.Parameter(param.clone()) for param in self._params]
