@@ -10,7 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from shardopt import LoadError, PlacementError, ShardedStateOptimizer
+from shardopt import FormatError, LoadError, PlacementError, ShardedStateOptimizer
+from shardopt.portable.beside import read_beside
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -87,7 +88,9 @@ def test_of_another_class_nothing_is_taken(tmp_path: Path) -> None:
     other = wrapped(model, Other)
     with pytest.raises(LoadError, match="Other"):
         other.prepare_load(tmp_path)
-    other.prepare_load(tmp_path, fresh=["*"]).commit()
+    prepared = other.prepare_load(tmp_path, fresh=["*"])
+    assert any("what was saved under names" in note for note in prepared.report.notes)
+    prepared.commit()
     assert int(named(other)["steps"]) == 0
 
 
@@ -106,3 +109,9 @@ def test_values_without_a_form_are_refused_by_name() -> None:
     inner.state[("a", 1)] = 2
     with pytest.raises(PlacementError, match="neither a parameter nor a name"):
         optimizer.state_dict()
+
+
+@pytest.mark.parametrize("saved", [3, [], [3], [{"steps": 3}], [{"steps": {}}]])
+def test_damaged_state_under_names_is_refused_and_not_left_out(saved: Any) -> None:
+    with pytest.raises(FormatError, match="beside"):
+        read_beside({"beside": saved}, 0, torch.device("cpu"))

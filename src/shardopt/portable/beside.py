@@ -15,7 +15,7 @@ from shardopt.errors import PlacementError
 from shardopt.layouts.declared import ATTRIBUTE
 from shardopt.portable.decode import decode
 from shardopt.portable.encode import encode
-from shardopt.portable.tagged import Json
+from shardopt.portable.tagged import Json, damaged
 from shardopt.portable.tensor_bytes import TensorForm, byte_view, dtype_name
 from shardopt.presentation.inventory import Inventory, Part
 
@@ -90,17 +90,19 @@ def read_beside(extra: Mapping[str, Json], index: int, device: torch.device) -> 
     Raises:
         FormatError: a value is damaged, or of a class that is not declared here.
     """
-    saved = extra.get(BESIDE)
-    if not isinstance(saved, list) or index >= len(saved):
+    if BESIDE not in extra:
         return None
-    named = saved[index]
+    saved = extra[BESIDE]
+    named = saved[index] if isinstance(saved, list) and index < len(saved) else None
+    if not isinstance(named, dict):
+        raise damaged(BESIDE, f"got {saved!r:.80}, expected an object for optimizer {index}")
     found: dict[str, Any] = {}
-    for key, told in (named if isinstance(named, dict) else {}).items():
-        if not isinstance(told, dict):
-            continue
+    for key, told in named.items():
+        if not isinstance(told, dict) or not ("constant" in told or "value" in told):
+            raise damaged(f"{BESIDE}[{index}].{key}", f"got {told!r:.80}, expected a value or a constant")
         if "constant" in told:
             found[key] = Constant(str(told["constant"]))
             continue
-        value = decode(told.get("value"), f"state[{key!r}]")
+        value = decode(told["value"], f"state[{key!r}]")
         found[key] = value.to(device) if isinstance(value, Tensor) and told.get("on") == device.type else value
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardopt.errors import FormatError
 from shardopt.layouts.declared import ATTRIBUTE
 from shardopt.layouts.interchange import is_interchangeable
-from shardopt.portable.beside import Constant, digest_of, read_beside
+from shardopt.portable.beside import BESIDE, Constant, digest_of, read_beside
 from shardopt.portable.export import DRAWS
 from shardopt.portable.manifest import Manifest
 from shardopt.presentation.choice import qualified_name
@@ -69,8 +69,15 @@ def plan_beside(inventory: Inventory, manifest: Manifest, report: Report) -> lis
 
 def _plans(inventory: Inventory, manifest: Manifest, report: Report) -> Iterator[BesidePlan]:
     for index, part in enumerate(inventory.parts):
-        known = index < len(manifest.optimizers)
-        if not known or not is_interchangeable(manifest.optimizers[index].class_name, qualified_name(part.inner)):
+        alike = index < len(manifest.optimizers) and is_interchangeable(
+            manifest.optimizers[index].class_name, qualified_name(part.inner)
+        )
+        if not alike:
+            if BESIDE in manifest.extra or DRAWS in manifest.extra:
+                report.notes.append(
+                    f"{type(part.inner).__name__}: optimizer {index} of the checkpoint is of another class; what was "
+                    "saved under names, in attributes and of random numbers is not taken."
+                )
             continue
         devices = [item.local.device for item in inventory.tracked if item.optimizer == index]
         try:
