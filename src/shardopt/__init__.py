@@ -14,6 +14,7 @@ from shardopt.errors import (
     ShardoptError,
     StaleLoadError,
 )
+from shardopt.layouts.codec import Blocks, Codec, Form, register_codec
 from shardopt.layouts.declared import register_layouts
 from shardopt.layouts.interchange import declare_interchangeable
 from shardopt.layouts.objects import declare_saved
@@ -23,6 +24,9 @@ from shardopt.staging.report import Report
 from shardopt.version import __version__
 
 __all__ = [
+    "Blocks",
+    "Codec",
+    "Form",
     "FormatError",
     "GradScaler",
     "LoadError",
@@ -41,6 +45,7 @@ __all__ = [
     "declare_interchangeable",
     "declare_saved",
     "load",
+    "register_codec",
     "register_layouts",
     "save",
 ]

@@ -52,7 +52,7 @@ def _digests(inventory: Inventory, manifest: Manifest) -> dict[str, str]:
     for tracked in inventory.tracked:
         if not tracked.is_same_everywhere or inventory.is_per_rank(tracked):
             continue
-        for name, value in (inventory.state_of(tracked) or {}).items():
+        for name, value in inventory.plain_state(tracked).items():
             digest = hashlib.blake2b(digest_size=16)
             digest_replicated(digest, value)
             found[f"{tracked.fqn}: state {name!r} of a parameter that is not sharded"] = digest.hexdigest()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ from torch import Tensor
 
 from shardopt.collector import paused_collector
 from shardopt.errors import PlacementError
+from shardopt.layouts.codec import Blocks
 from shardopt.layouts.infer import Elementwise, Layout, Value, infer
 from shardopt.layouts.tracked import Keeping, Tracked
 from shardopt.portable.beside import BESIDE, describe_beside
+from shardopt.portable.blockwise import TABLES, Quantised, describe_quantised, put_quantised
 from shardopt.portable.encode import encode
 from shardopt.portable.handles import BoxHandle, BytesHandle, Handle
 from shardopt.portable.keys import MANIFEST_KEY, blob_key, rank_keys, state_key
@@ -42,6 +43,7 @@ __all__ = [
     "DRAWS",
     "Described",
     "Export",
+    "Merged",
     "assemble",
     "describe",
     "digest_replicated",
@@ -66,12 +68,31 @@ class Described:
         handles: theirs, by key.
         notes: state that is left out, one sentence each.
         beside: state of the optimizers that belongs to no parameter.
+        quantised: this rank's part of quantised state, by FQN.
+        tables: what codes of it mean, by name.
     """
 
     parameters: dict[str, ParameterRecord]
     handles: dict[str, Handle]
     notes: list[str]
     beside: list[Json]
+    quantised: dict[str, Quantised] = field(default_factory=dict)
+    tables: dict[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What no rank could describe alone.
+
+    Attributes:
+        elsewhere: parameters whose state another rank keeps.
+        sharded: parameters with quantised state, which every rank has a part of.
+        tables: what codes mean, by name.
+    """
+
+    elsewhere: dict[str, ParameterRecord] = field(default_factory=dict)
+    sharded: dict[str, ParameterRecord] = field(default_factory=dict)
+    tables: dict[str, Json] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +144,7 @@ def describe(inventory: Inventory) -> Described:
         if tracked.keeping is Keeping.ELSEWHERE:
             continue
         try:
-            record = _export_parameter(tracked, inventory, groups[tracked.group], described.handles)
+            record = _export_parameter(tracked, inventory, groups[tracked.group], described)
             described.parameters[tracked.fqn] = record
         except PlacementError as error:
             problems.append(str(error))
@@ -133,29 +154,39 @@ def describe(inventory: Inventory) -> Described:
 
 
 @paused_collector()
-def assemble(inventory: Inventory, described: Described, elsewhere: Mapping[str, ParameterRecord]) -> Export:
+def assemble(inventory: Inventory, described: Described, merged: Merged) -> Export:
     """The portable state of what this rank has described, and what others have.
 
     Args:
         inventory: the same.
         described: by this rank.
-        elsewhere: of parameters whose state is elsewhere.
+        merged: what all ranks have described together.
 
     Raises:
         PlacementError: two parameters would be saved under one key.
     """
     handles = dict(described.handles)
+    parameters = {**described.parameters, **merged.elsewhere}
     for tracked in inventory.tracked:
+        if tracked.fqn in merged.sharded:
+            told = merged.sharded[tracked.fqn]
+            mine = parameters[tracked.fqn]
+            entries = {**mine.entries, **{name: told.entries[name] for name in described.quantised[tracked.fqn].values}}
+            parameters[tracked.fqn] = replace(mine, entries=entries, blob=told.blob or mine.blob)
         if tracked.keeping is Keeping.ELSEWHERE:
-            _put_elsewhere(tracked, inventory, elsewhere[tracked.fqn], handles)
+            _put_elsewhere(tracked, inventory, parameters[tracked.fqn], handles)
+        codec = inventory.codec_of(tracked)
+        if codec is not None:
+            record, own = parameters[tracked.fqn], described.quantised.get(tracked.fqn)
+            handles.update(put_quantised(tracked, inventory, codec, record, own))
     manifest = Manifest(
         shardopt=__version__,
         torch=torch.__version__,
         optimizers=tuple(OptimizerRecord(qualified_name(p.inner), p.presentation.name) for p in inventory.parts),
         groups=tuple(_export_groups(inventory, inventory.groups())),
-        parameters={**described.parameters, **elsewhere},
+        parameters=parameters,
         world_size=inventory.world_size,
-        extra=_extra(inventory, described.beside),
+        extra=_extra(inventory, described.beside, {**described.tables, **merged.tables}),
     )
     digest = hashlib.blake2b(digest_size=16)
     raw = manifest.to_bytes()
@@ -163,30 +194,33 @@ def assemble(inventory: Inventory, described: Described, elsewhere: Mapping[str,
     if inventory.world_size > 1:
         for tracked in inventory.tracked:
             if tracked.is_same_everywhere and not inventory.is_per_rank(tracked):
-                digest_replicated(digest, inventory.state_of(tracked))
+                digest_replicated(digest, inventory.plain_state(tracked))
     handles[MANIFEST_KEY] = BytesHandle.of(raw)
     return Export(handles, manifest, digest.digest(), described.notes)
 
 
-def _extra(inventory: Inventory, beside: list[Json]) -> dict[str, Json]:
+def _extra(inventory: Inventory, beside: list[Json], tables: dict[str, Json]) -> dict[str, Json]:
     draws: list[Json] = [
         None if part.presentation.draws is None else list(part.presentation.draws) for part in inventory.parts
     ]
     told: dict[str, Json] = {BESIDE: beside} if any(beside) else {}
     if any(draws):
         told[DRAWS] = draws
+    if tables:
+        told[TABLES] = tables
     # The mark comes last, where it is looked for; the manifest sorts its keys.
     return {**told, "mark": _UNMARKED}
 
 
 def export(inventory: Inventory) -> Export:
     """The portable state of an optimizer none of whose state is elsewhere; raises as ``describe`` does."""
-    return assemble(inventory, describe(inventory), {})
+    return assemble(inventory, describe(inventory), Merged())
 
 
 def _put_elsewhere(tracked: Tracked, inventory: Inventory, record: ParameterRecord, handles: dict[str, Handle]) -> None:
+    quantised = inventory.quantised_entries(tracked)
     for name, entry in record.entries.items():
-        if isinstance(entry, (ElementwiseEntry, AbsentEntry)):
+        if name not in quantised and isinstance(entry, (ElementwiseEntry, AbsentEntry)):
             dtype = dtype_from_name(entry.dtype, tracked.fqn) if isinstance(entry, ElementwiseEntry) else None
             _put(handles, state_key(tracked.fqn, name), handle_for(tracked, None, elsewhere=dtype), tracked)
     if record.blob is not None or not inventory.is_known(tracked):
@@ -202,10 +236,14 @@ def live_tensors(inventory: Inventory) -> dict[str, Tensor]:
             *inventory.usual_entries(tracked, groups[tracked.group]),
             *inventory.optional_entries(tracked),
         }
-        for entry, value in (inventory.state_of(tracked) or {}).items():
+        for entry, value in inventory.unquantised(tracked).items():
             layout = infer(tracked, entry, value, elementwise=entry in shaped and isinstance(value, Tensor))
             if isinstance(layout, Elementwise):
                 result[state_key(tracked.fqn, entry)] = tracked.as_param(layout.local)
+        for entry, value in inventory.quantised(tracked).items():
+            local = value.codes if isinstance(value, Blocks) else value
+            if local is not None and tracked.state_box is not None and tuple(local.shape) == tracked.state_box.size:
+                result[state_key(tracked.fqn, entry)] = tracked.as_param(local)
     return result
 
 
@@ -241,8 +279,9 @@ def handle_for(tracked: Tracked, live: Tensor | None, *, elsewhere: torch.dtype 
 
 
 def _export_parameter(
-    tracked: Tracked, inventory: Inventory, group: dict[str, Any], handles: dict[str, Handle]
+    tracked: Tracked, inventory: Inventory, group: dict[str, Any], described: Described
 ) -> ParameterRecord:
+    handles = described.handles
     if inventory.is_per_rank(tracked):
         return _export_own(tracked, inventory, handles)
     entries: dict[str, Entry] = {}
@@ -252,7 +291,7 @@ def _export_parameter(
     known = inventory.is_known(tracked)
     common = frozenset() if tracked.has_whole_state else inventory.part_of(tracked).common
     problems: list[str] = []
-    for name, value in (inventory.state_of(tracked) or {}).items():
+    for name, value in inventory.unquantised(tracked).items():
         try:
             # Of what was only seen in a probe, other parameters may have another form.
             fits = isinstance(value, Tensor) and (known or value.shape == tracked.state_like.shape)
@@ -282,6 +321,7 @@ def _export_parameter(
         if whole:
             blob = packed.total_bytes
             entries.update((name, WholeEntry(layout)) for name, layout in packed.entries().items())
+    entries.update(_quantised(tracked, inventory, described))
     return ParameterRecord(
         shape=tracked.shape,
         dtype=dtype_name(tracked.param.dtype),
@@ -291,6 +331,16 @@ def _export_parameter(
         entries=entries,
         blob=blob,
     )
+
+
+def _quantised(tracked: Tracked, inventory: Inventory, described: Described) -> dict[str, Entry]:
+    codec = inventory.codec_of(tracked)
+    if codec is None:
+        return {}
+    own, entries = describe_quantised(tracked, inventory, codec)
+    described.quantised[tracked.fqn] = own
+    described.tables.update(own.tables)
+    return entries
 
 
 def _layout_of(tracked: Tracked, name: object, value: object, *, elementwise: bool) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["MANIFEST_KEY", "blob_key", "rank_keys", "state_key"]
+__all__ = ["MANIFEST_KEY", "blob_key", "rank_keys", "scale_key", "state_key"]
 
 MANIFEST_KEY = "manifest"
 
@@ -10,6 +10,11 @@ MANIFEST_KEY = "manifest"
 def state_key(fqn: str, entry: str) -> str:
     """Key of an element-wise entry."""
     return f"state.{fqn}.{entry}"
+
+
+def scale_key(fqn: str, entry: str) -> str:
+    """Key of the scales of a quantised entry."""
+    return f"state.{fqn}.{entry}.scale"
 
 
 def blob_key(fqn: str) -> str:

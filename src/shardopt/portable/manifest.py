@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias, TypeVar
 
 from shardopt.errors import FormatError
+from shardopt.portable.segments import BlockwiseEntry, blockwise_contradictions, blockwise_json
 from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import is_dtype_name
 
@@ -94,7 +95,7 @@ class PerRankEntry:
     layout: ClassVar[str] = "per_rank"
 
 
-Entry: TypeAlias = ElementwiseEntry | AbsentEntry | ValueEntry | WholeEntry | PerRankEntry
+Entry: TypeAlias = ElementwiseEntry | AbsentEntry | ValueEntry | WholeEntry | PerRankEntry | BlockwiseEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +246,8 @@ def _entry_json(entry: Entry) -> dict[str, Json]:
         return {"layout": entry.layout, "value": entry.value}
     if isinstance(entry, WholeEntry):
         return {"layout": entry.layout, "packing": entry.packing}
+    if isinstance(entry, BlockwiseEntry):
+        return blockwise_json(entry)
     return {"layout": entry.layout}
 
 
@@ -288,9 +291,16 @@ def _parameter_contradictions(manifest: Manifest, record: ParameterRecord, group
     for dtype in sorted({record.dtype, *dtypes}):
         if not is_dtype_name(dtype):
             yield f"dtype {dtype!r} is unknown to this torch; names are like 'float32'"
-    whole = WholeEntry in map(type, record.entries.values())
+    whole = any(
+        isinstance(entry, WholeEntry) or (isinstance(entry, BlockwiseEntry) and entry.segments)
+        for entry in record.entries.values()
+    )
     if whole != (record.blob is not None) or (record.blob or 0) < 0:
-        yield f"has a blob of {record.blob} bytes and {'some' if whole else 'no'} whole entries"
+        yield f"has a blob of {record.blob} bytes and {'some' if whole else 'no'} entries in it"
+    for name, entry in record.entries.items():
+        if isinstance(entry, BlockwiseEntry):
+            for problem in blockwise_contradictions(entry, record.shape):
+                yield f"entry {name!r}: {problem}"
 
 
 def _sorted(mapping: Mapping[str, _Item]) -> dict[str, _Item]:

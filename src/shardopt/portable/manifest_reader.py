@@ -22,6 +22,7 @@ from shardopt.portable.manifest import (
     WholeEntry,
     raise_problems,
 )
+from shardopt.portable.segments import BLOCKWISE_FIELDS, read_blockwise
 from shardopt.portable.tagged import Json
 
 __all__ = ["read_manifest", "read_parameters"]
@@ -40,6 +41,7 @@ _ENTRY_FIELDS = {
     "value": frozenset(("layout", "value")),
     "whole": frozenset(("layout", "packing")),
     "per_rank": frozenset(("layout",)),
+    "blockwise": BLOCKWISE_FIELDS,
 }
 
 _ABSENT = AbsentEntry()
@@ -192,6 +194,12 @@ class _Reader:
             return ValueEntry(fields.get("value"))
         if layout == "per_rank":
             return PerRankEntry()
+        if layout == "blockwise":
+            read = read_blockwise(fields)
+            if not isinstance(read, str):
+                return read
+            self.problems.append(f"{where}: {read}")
+            return _ABSENT
         return WholeEntry(fields.get("packing")) if layout == "whole" else _ABSENT
 
     def fields(self, encoded: Json, where: str, names: Set[str]) -> _Object:

@@ -10,11 +10,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from shardopt.errors import FormatError, LoadError, ShardoptError
 from shardopt.layouts.tracked import Keeping, Tracked
 from shardopt.portable.export import handle_for
+from shardopt.portable.grid_handles import codes_handle, scales_handle
 from shardopt.portable.handles import BytesHandle, Handle
-from shardopt.portable.keys import MANIFEST_KEY, blob_key, rank_keys, state_key
+from shardopt.portable.keys import MANIFEST_KEY, blob_key, rank_keys, scale_key, state_key
 from shardopt.portable.manifest import ElementwiseEntry, Manifest, PerRankEntry
 from shardopt.portable.manifest_reader import read_manifest
 from shardopt.portable.matching import match_names
+from shardopt.portable.segments import BlockwiseEntry
 from shardopt.portable.storage import Storage, foreign
 from shardopt.portable.torch_format import read_torch_format, torch_roots
 
@@ -127,6 +129,11 @@ def _wanted(
             if isinstance(entry, ElementwiseEntry):
                 handles[state_key(fqn, name)] = handle_for(tracked[fqn], None)
                 stored_as[state_key(fqn, name)] = state_key(saved_fqn, name)
+            elif isinstance(entry, BlockwiseEntry):
+                handles[state_key(fqn, name)] = codes_handle(tracked[fqn], None, None, [])
+                stored_as[state_key(fqn, name)] = state_key(saved_fqn, name)
+                handles[scale_key(fqn, name)] = scales_handle(tracked[fqn], entry.block, None, None, [])
+                stored_as[scale_key(fqn, name)] = scale_key(saved_fqn, name)
             elif isinstance(entry, PerRankEntry) and own_index is not None and own_index < manifest.world_size:
                 for key, saved_key in zip(rank_keys(own_index, fqn), rank_keys(own_index, saved_fqn), strict=True):
                     handles[key] = BytesHandle.of(b"")

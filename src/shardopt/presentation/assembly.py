@@ -68,7 +68,10 @@ def make_part(inner: torch.optim.Optimizer, compute: str, layouts: Mapping[str, 
     presentation = _PRESENTATIONS[choice.compute](inner)
     presentation.needs_closure = choice.needs_closure
     presentation.masters = tuple(name for name, layout in declared.items() if layout == MASTER)
-    return Part(inner, presentation, choice, declared)
+    part = Part(inner, presentation, choice, declared)
+    if part.codec is not None:
+        presentation.constants = part.codec.constants(inner)
+    return part
 
 
 def track_all(inners: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> list[Tracked]:

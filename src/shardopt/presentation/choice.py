@@ -11,6 +11,7 @@ import torch
 
 from shardopt.errors import PresentationError
 from shardopt.layouts.catalog import spec_of, whole_spec_of, why_never
+from shardopt.layouts.codec import Codec, codec_of
 from shardopt.layouts.interchange import qualified
 from shardopt.presentation.probe import Finding, probe
 from shardopt.presentation.side_storage import refuse_remembered
@@ -62,6 +63,9 @@ def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
     never = why_never(inner)
     if never is not None:
         raise PresentationError(f"{label} cannot be wrapped: {never}")
+    codec = codec_of(inner)
+    if codec is not None:
+        return _quantised(inner, codec, label, compute)
     if compute == "dtensor":
         return Choice("dtensor", "asked for: the rule runs on the DTensors themselves")
     refuse_remembered(inner)
@@ -73,6 +77,30 @@ def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
         found = Finding(whole.compute, _WHOLE, why, whole.entries, needs_closure=whole.needs_closure)
         return _decided(label, compute, found, "known")
     return _probed(inner, label, compute)
+
+
+def _quantised(inner: torch.optim.Optimizer, codec: Codec, label: str, compute: str) -> Choice:
+    """A class with quantised state: its blocks are counted over what it sees, so that the unsharded run needs all."""
+    refusal = codec.refuse(inner)
+    if refusal is not None:
+        raise PresentationError(f"{label} cannot be wrapped: {refusal}")
+    refuse_remembered(inner)
+    if compute in ("auto", "owner"):
+        how = "" if compute == "auto" else "asked for; "
+        return Choice(
+            "owner",
+            f"{how}{label} quantises blocks of what it sees, and whole parameters give it those of the unsharded run",
+        )
+    if compute == "local" and codec.is_elementwise(inner):
+        return Choice("local", f"asked for; {label} quantises blocks of each shard, counted from the shard's beginning")
+    raise PresentationError(
+        f"{label}: compute={compute!r} does not suit quantised state. compute='owner' (what 'auto' takes) gives what an "
+        "unsharded run gives"
+        + (
+            "; compute='local' quantises each shard by itself, without communication." * codec.is_elementwise(inner)
+            or "."
+        )
+    )
 
 
 _WHOLE = "needs whole parameters to update one"

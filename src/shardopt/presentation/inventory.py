@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardopt.errors import NamingError, PlacementError
 from shardopt.layouts.attributes import changed, held_in
 from shardopt.layouts.catalog import spec_of, whole_spec_of
+from shardopt.layouts.codec import Blocks, Codec, codec_of
 from shardopt.layouts.declared import ATTRIBUTE, CONSTANT, ELEMENTWISE, MASTER, SAME, SAVED
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.choice import Choice
@@ -33,6 +34,7 @@ class Part:
         choice: of the presentation.
         layouts: declared of its state.
         constant_digests: of the attributes that are declared constant, when it was wrapped.
+        codec: takes its quantised state apart; None when nothing is known of such.
     """
 
     inner: torch.optim.Optimizer
@@ -40,9 +42,11 @@ class Part:
     choice: Choice
     layouts: Mapping[str, str] = field(default_factory=dict)
     constant_digests: dict[str, str] = field(default_factory=dict)
+    codec: Codec | None = field(init=False)
     _held_at_first: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.codec = codec_of(self.inner)
         self._held_at_first = held_in(self.inner, objects=False)
 
     @property
@@ -50,9 +54,10 @@ class Part:
         """Attributes that are part of the state: declared, seen to be changed by steps, or changed since."""
         declared = {name.removeprefix(ATTRIBUTE) for name, layout in self.layouts.items() if layout == SAVED}
         # Of the classes that are known it is known that they keep none; torch notes things of its own there.
-        known = spec_of(self.inner) is not None or whole_spec_of(self.inner) is not None
+        known = (self.codec, spec_of(self.inner), whole_spec_of(self.inner)) != (None, None, None)
         moved: set[str] = set() if known else changed(self._held_at_first, held_in(self.inner, objects=False))
-        return sorted({*declared, *self.choice.attributes, *moved} - {*self.constants})
+        own = () if self.codec is None else self.codec.attributes(self.inner)
+        return sorted({*declared, *self.choice.attributes, *moved, *own} - {*self.constants})
 
     @property
     def constants(self) -> list[str]:
@@ -72,7 +77,8 @@ class Part:
 
     def side_storage(self, saved: Container[int]) -> list[str]:
         """What is kept where no state dict has it, a sentence each; ``saved`` are ids of parameters."""
-        return side_storage(self.inner, saved, known={*self.saved_attributes, *self.constants})
+        tables = () if self.codec is None else self.codec.constants(self.inner)
+        return side_storage(self.inner, saved, known={*self.saved_attributes, *self.constants, *tables})
 
 
 @dataclass(slots=True)
@@ -110,8 +116,10 @@ class Inventory:
 
     @property
     def is_spread(self) -> bool:
-        """Whether some state is kept by one rank alone: then no rank can describe all of it."""
-        return self.world_size > 1 and any(part.choice.compute in ("owner", "replicated") for part in self.parts)
+        """Whether no rank can describe all of the state: one keeps some alone, or blocks of shards may differ."""
+        return self.world_size > 1 and any(
+            part.choice.compute in ("owner", "replicated") or part.codec is not None for part in self.parts
+        )
 
     def check(self, tracked: Sequence[Tracked]) -> None:
         """Checks that parameters can be added; changes nothing.
@@ -188,6 +196,40 @@ class Inventory:
     def state_of(self, tracked: Tracked) -> dict[str, Any] | None:
         """The parameter's live state dict, or None when it has none; never creates one."""
         return self.part_of(tracked).inner.state.get(tracked.param) or None
+
+    def codec_of(self, tracked: Tracked) -> Codec | None:
+        """How the parameter's state is quantised; None when it is not, or each rank's own."""
+        return None if self.is_per_rank(tracked) else self.part_of(tracked).codec
+
+    def quantised_entries(self, tracked: Tracked) -> tuple[str, ...]:
+        """Entries of the parameter that may be quantised."""
+        codec = self.codec_of(tracked)
+        return () if codec is None else codec.entries(self.part_of(tracked).inner, self.groups()[tracked.group])
+
+    def quantised(self, tracked: Tracked) -> dict[str, Blocks | Tensor]:
+        """The entries of the parameter that may be quantised, taken apart, those that are there."""
+        codec, state = self.codec_of(tracked), self.state_of(tracked)
+        if codec is None or state is None:
+            return {}
+        inner = self.part_of(tracked).inner
+        read = {name: codec.read(inner, state, name) for name in self.quantised_entries(tracked)}
+        return {name: value for name, value in read.items() if value is not None}
+
+    def unquantised(self, tracked: Tracked) -> dict[str, Any]:
+        """The parameter's live state without what its codec takes apart."""
+        state, codec = self.state_of(tracked) or {}, self.codec_of(tracked)
+        if codec is None:
+            return state
+        parts = {part for name in self.quantised_entries(tracked) for part in codec.parts(name)}
+        return {name: value for name, value in state.items() if name not in parts}
+
+    def plain_state(self, tracked: Tracked) -> dict[str, Any]:
+        """The parameter's live state as plain tensors and values, quantised entries as their codes and scales."""
+        apart = {
+            name: [value.codes, value.scales] if isinstance(value, Blocks) else value
+            for name, value in self.quantised(tracked).items()
+        }
+        return {**self.unquantised(tracked), **apart}
 
     def known_entries(self, tracked: Tracked, group: dict[str, Any]) -> tuple[str, ...] | None:
         """Element-wise entries the class keeps under the group's options; None when the class is unknown."""

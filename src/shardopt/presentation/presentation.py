@@ -73,6 +73,8 @@ class Presentation(ABC):
         self.own_plain = False
         # Entries that hold the parameter in a wider dtype.
         self.masters: tuple[str, ...] = ()
+        # Attributes of the optimizer whose tensors are no state, and may be in the state of several parameters.
+        self.constants: tuple[str, ...] = ()
         # Whether the step that runs may have written something: the poison of a failure.
         self.has_written = False
         # Whether the rule does not run without a closure.

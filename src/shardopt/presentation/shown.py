@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardopt.errors import PlacementError
 from shardopt.geometry import Box
@@ -55,20 +56,29 @@ class Shown:
             return True
         if not isinstance(value, Tensor) or not value.numel() or self.whole is None or self.is_shard:
             return False
+        # Those of other classes are made of tensors, and have no memory themselves.
+        if type(value) not in (Tensor, nn.Parameter):
+            return False
         return value.untyped_storage().data_ptr() == self.whole.untyped_storage().data_ptr()
 
 
-def refuse_shared(shown: Sequence[Shown], inner: torch.optim.Optimizer) -> None:
+def refuse_shared(shown: Sequence[Shown], inner: torch.optim.Optimizer, constants: Sequence[str] = ()) -> None:
     """Checks, after an update, that state shares no memory with whole parameters, which go, nor with other state.
+
+    Args:
+        shown: what the optimizer has seen.
+        inner: the optimizer.
+        constants: attributes whose tensors are no state, and may be in the state of several parameters.
 
     Raises:
         PlacementError: an entry does.
     """
     holder: dict[int, str] = {}
+    tables = {id(leaf) for name in constants for leaf in tree_leaves(vars(inner).get(name)) if isinstance(leaf, Tensor)}
     for one in shown:
         for entry, value in (inner.state.get(one.item.param) or {}).items():
             here = f"{one.item.fqn}: state {entry!r}"
-            if isinstance(value, Tensor) and holder.setdefault(id(value), here) != here:
+            if isinstance(value, Tensor) and id(value) not in tables and holder.setdefault(id(value), here) != here:
                 raise PlacementError(
                     f"{here} is the same tensor as {holder[id(value)]}, and parameters of one rank would share what "
                     "those of two ranks cannot; keep a tensor for each, or state under a name: self.state['name']."

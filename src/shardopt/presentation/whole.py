@@ -223,7 +223,7 @@ class WholePresentation(Presentation):
         result: Any = None
         try:
             result = self._update(closure, amp)
-            refuse_shared(self.visible(), self.inner)
+            refuse_shared(self.visible(), self.inner, self.constants)
         except BaseException as error:
             failure = error
         if self._agree_on_update(failure) == _CLEARED:

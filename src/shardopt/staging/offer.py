@@ -11,10 +11,9 @@ import torch
 
 from shardopt.errors import RankFailureError
 from shardopt.portable.agreement import name_differences
-from shardopt.portable.export import Described, assemble, describe
+from shardopt.portable.export import Described, Merged, assemble, describe
 from shardopt.portable.handles import Lease
 from shardopt.portable.keys import MANIFEST_KEY
-from shardopt.portable.manifest import ParameterRecord
 from shardopt.portable.merging import merge
 from shardopt.presentation.inventory import Inventory
 from shardopt.staging.consensus import Consensus
@@ -48,12 +47,12 @@ class Offers:
         exported = None
         result: dict[str, Any] = {}
         described, failure = self._describe(outer)
-        elsewhere: dict[str, ParameterRecord] = {}
+        merged = Merged()
         if self._inventory.is_spread:
-            elsewhere = merge(self._consensus.scope, self._inventory, described, failure)
+            merged = merge(self._consensus.scope, self._inventory, described, failure)
         if described is not None:
             try:
-                exported = assemble(self._inventory, described, elsewhere)
+                exported = assemble(self._inventory, described, merged)
                 # Hooks before the vote: one that raises on one rank must not leave the others waiting in DCP.
                 result = dict(exported.handles)
                 for post_hook in outer._optimizer_state_dict_post_hooks.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,56 +18,18 @@ from shardopt.portable.keys import blob_key, rank_keys, state_key
 from shardopt.portable.manifest import ElementwiseEntry, PerRankEntry, ValueEntry, WholeEntry
 from shardopt.portable.packing import unpack
 from shardopt.portable.scratch import Scratch
+from shardopt.portable.segments import BlockwiseEntry
 from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
 from shardopt.presentation.choice import qualified_name
 from shardopt.presentation.inventory import Inventory
-from shardopt.staging.finite import find_non_finite_in
-from shardopt.staging.options import LoadOptions
+from shardopt.staging.plan import TAKEN_OVER, ParameterPlan, bytes_of, judge_values
+from shardopt.staging.quantised import plan_quantised
 from shardopt.staging.report import Report
 from shardopt.staging.source import Source
 from shardopt.torch_compat import local_shard
 
-__all__ = ["TAKEN_OVER", "ParameterPlan", "bytes_of", "plan_fresh", "plan_parameter"]
-
-TAKEN_OVER = "what was read of it has been taken over by an earlier load and may have changed; read it again."
-
-
-@dataclass(slots=True)
-class ParameterPlan:
-    """The whole new state of one parameter.
-
-    Attributes:
-        state: the inner optimizer's own state mapping.
-        param: the user's parameter, its key there.
-        fill: live tensors that keep their identity, with what is copied into them.
-        publish: new values, put in place by reference.
-        read: all scratch that values come from.
-        taken_over: the scratch of it whose memory is published.
-        keep: all entries the parameter has afterwards.
-    """
-
-    state: dict[Any, dict[str, Any]]
-    param: Tensor
-    fill: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    publish: dict[str, Any] = field(default_factory=dict)
-    read: list[Scratch] = field(default_factory=list)
-    taken_over: list[Scratch] = field(default_factory=list)
-    keep: list[str] = field(default_factory=list)
-
-    def commit(self) -> None:
-        """Puts the state in place; a parameter that had none in the checkpoint has none afterwards."""
-        if not self.keep:
-            self.state.pop(self.param, None)
-            return
-        for live, loaded in self.fill:
-            live.copy_(loaded)
-        entries = self.state.setdefault(self.param, {})
-        for entry in [entry for entry in entries if entry not in self.keep]:
-            del entries[entry]
-        entries.update(self.publish)
-        for scratch in self.taken_over:
-            scratch.taken_over = True
+__all__ = ["plan_fresh", "plan_parameter"]
 
 
 def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> ParameterPlan:
@@ -98,16 +59,27 @@ def _plan_entries(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, s
     whole: dict[str, Any] = {}
     if WholeEntry in map(type, saved.entries.values()):
         whole = _unpack_whole(tracked, source, report)
+    codec = inventory.codec_of(tracked)
+    quantised = inventory.quantised_entries(tracked)
+    if codec is not None:
+        plan_quantised(plan, tracked, inventory, codec, source, report)
     for name, entry in saved.entries.items():
-        if isinstance(entry, ElementwiseEntry):
+        if name in quantised:
+            continue
+        if isinstance(entry, BlockwiseEntry):
+            report.problems.append(
+                f"{tracked.fqn}: state {name!r} was quantised by {entry.codec!r}, and this optimizer's state is not; "
+                "wrap an optimizer of the class that wrote it."
+            )
+        elif isinstance(entry, ElementwiseEntry):
             loaded = _loaded_box(tracked, name, entry, source, live.get(name), report)
             if loaded is not None:
-                _judge_values(f"{tracked.fqn}: state {name!r}", loaded, source.options, report)
+                judge_values(f"{tracked.fqn}: state {name!r}", loaded, source.options, report)
                 _place_box(plan, tracked, inventory, source, name, loaded, live.get(name))
         elif isinstance(entry, ValueEntry):
             device = inventory.scalar_device(tracked, group, name)
             value = decode(entry.value)
-            _judge_values(f"{tracked.fqn}: state {name!r}", value, source.options, report)
+            judge_values(f"{tracked.fqn}: state {name!r}", value, source.options, report)
             _place_value(plan, source, name, value, live.get(name), device)
         elif isinstance(entry, WholeEntry):
             if name in whole:
@@ -235,23 +207,13 @@ def _in_dtype(
 def _judged(tracked: Tracked, name: str, value: Any, live: Any, source: Source, report: Report) -> Any:
     """A value that is stored whole, in the dtype this optimizer keeps; problems go to the report."""
     label = f"{tracked.fqn}: state {name!r}"
-    _judge_values(label, value, source.options, report)
+    judge_values(label, value, source.options, report)
     if not isinstance(value, Tensor):
         return value
     cast = source.record(tracked).dtype != dtype_name(tracked.local.dtype)
     if not cast or value.dim() == 0 or not value.is_floating_point():
         return value
     return _in_dtype(label, tracked, value, live, source, report)
-
-
-def _judge_values(label: str, loaded: Any, options: LoadOptions, report: Report) -> None:
-    found = find_non_finite_in(loaded.tensor() if isinstance(loaded, Scratch) else loaded)
-    if found is None:
-        return
-    if options.finite == "report":
-        report.notes.append(f"{label} holds {found} on this rank.")
-    else:
-        report.problems.append(f"{label} holds {found} on this rank; finite='report' loads it all the same.")
 
 
 def _read_box(
@@ -365,16 +327,3 @@ def _unpack_whole(tracked: Tracked, source: Source, report: Report) -> dict[str,
         report.problems.append(f"{label}: {error}")
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def bytes_of(handle: Any, label: str, from_storage: bool, report: Report) -> Tensor | None:
-    """The bytes of a handle that were fully delivered, or None with a problem reported."""
-    if not isinstance(handle, BytesHandle):
-        report.problems.append(f"{label}: expected bytes, found a pickled {type(handle).__name__}.")
-    elif from_storage and not handle.was_read:
-        report.problems.append(f"{label}: not read; the load skipped its key.")
-    elif (problem := handle.problem()) is not None:
-        report.problems.append(f"{label}: {problem}")
-    else:
-        return handle.contents()
-    return None

@@ -31,7 +31,8 @@ from shardopt.staging.beside import BesidePlan, plan_beside
 from shardopt.staging.filling import overlapping, sharing_memory
 from shardopt.staging.groups import NOT_VALUES, GroupPlan, SavedGroup, plan_groups
 from shardopt.staging.options import EXACT, LoadOptions
-from shardopt.staging.parameters import TAKEN_OVER, ParameterPlan, bytes_of, plan_fresh, plan_parameter
+from shardopt.staging.parameters import plan_fresh, plan_parameter
+from shardopt.staging.plan import TAKEN_OVER, ParameterPlan, bytes_of
 from shardopt.staging.report import Report, say_names
 from shardopt.staging.source import Source
 from shardopt.torch_compat import local_shard

@@ -23,6 +23,7 @@ class Report:
         missing: FQNs of this optimizer that the checkpoint does not have; they keep the state they have.
         unused: FQNs of the checkpoint that this optimizer does not have; their state is not loaded.
         fresh: FQNs that start anew.
+        requantised: parameters whose quantised state comes as exact values and is quantised once more, by why.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -31,6 +32,11 @@ class Report:
     missing: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     fresh: list[str] = field(default_factory=list)
+    requantised: dict[str, list[str]] = field(default_factory=dict)
+
+    def requantise(self, fqn: str, entry: str, why: str) -> None:
+        """Notes an entry whose codes are not those that were saved."""
+        self.requantised.setdefault(f"{entry!r} {why}", []).append(fqn)
 
     def summary(self) -> str:
         """All problems in one text, long lists cut with their count."""
@@ -54,6 +60,10 @@ class Report:
                 (self.fresh, "starting anew"),
             )
             if fqns
+        ]
+        lines += [
+            f"state {why}, so that it is quantised anew from its exact values ({len(fqns)}): {say_names(fqns)}"
+            for why, fqns in self.requantised.items()
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 

@@ -1,0 +1,70 @@
+"""Blocks of a parameter's elements in global coordinates: pure integers, no tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardopt.geometry import Box
+
+__all__ = ["Grid", "flat_range"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The blocks that a quantiser makes of a whole parameter: consecutive elements, row by row, ``block`` at a time.
+
+    A tensor with a cell for each block has the parameter's shape with its last dim divided, so that a box of the
+    parameter is a box of cells; where blocks cross rows, it has one dim.
+
+    Attributes:
+        param_shape: the parameter's global shape.
+        block: elements of a block; the last one may have fewer.
+    """
+
+    param_shape: tuple[int, ...]
+    block: int
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether every row is whole blocks."""
+        return bool(self.param_shape) and self.param_shape[-1] > 0 and self.param_shape[-1] % self.block == 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor with a cell for each block."""
+        if self.by_rows:
+            return (*self.param_shape[:-1], self.param_shape[-1] // self.block)
+        return (-(-math.prod(self.param_shape) // self.block),)
+
+    def covering(self, box: Box) -> Box:
+        """The cells whose blocks have elements of the box, and where those are no box of cells, some more."""
+        if self.by_rows:
+            first, end = box.offset[-1] // self.block, -(-box.end[-1] // self.block)
+            return Box((*box.offset[:-1], first), (*box.size[:-1], end - first if box.size[-1] else 0))
+        if not box.volume:
+            return Box((0,), (0,))
+        start, stop = flat_range(self.param_shape, box) or (0, math.prod(self.param_shape))
+        return Box((start // self.block,), (-(-stop // self.block) - start // self.block,))
+
+    def holds(self, box: Box) -> bool:
+        """Whether the blocks of a tensor that is this box, counted from its own first element, are these blocks."""
+        if not box.volume:
+            return True
+        if self.by_rows and box.offset[-1] % self.block == 0 and box.size[-1] % self.block == 0:
+            return True
+        run = flat_range(self.param_shape, box)
+        if run is None or run[0] % self.block:
+            return False
+        return run[1] % self.block == 0 or run[1] == math.prod(self.param_shape)
+
+
+def flat_range(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
+    """First and last-but-one number of a box's elements, counted row by row; None if others lie between them."""
+    split = next((dim for dim, size in enumerate(box.size) if size != 1), len(shape))
+    if any(box.size[dim] != shape[dim] for dim in range(split + 1, len(shape))):
+        return None
+    start = 0
+    for offset, length in zip(box.offset, shape, strict=True):
+        start = start * length + offset
+    return start, start + box.volume
