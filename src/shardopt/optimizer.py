@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardopt.errors import PresentationError
 from shardopt.layouts.tracked import Tracked
-from shardopt.portable.export import live_tensors
+from shardopt.portable.live import live_tensors
 from shardopt.portable.reader import read_checkpoint
 from shardopt.presentation.assembly import explain, track_group
 from shardopt.presentation.joined_state import JoinedState
@@ -252,7 +252,7 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
             if isinstance(state_dict, Mapping):
                 return state_dict
             wanted = {fqn: one for fqn, one in self._inventory.by_fqn.items() if not options.is_fresh(one.name)}
-            return read_checkpoint(state_dict, wanted, prefix=prefix, own_index=self._inventory.own_index)
+            return read_checkpoint(state_dict, wanted, prefix=prefix, own_index=self._inventory.place)
 
         return self._prepare(
             source,

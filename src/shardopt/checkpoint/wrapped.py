@@ -45,7 +45,7 @@ def prepare_unvoted(
 
     wanted = {fqn: one for fqn, one in inventory.by_fqn.items() if not own.is_fresh(one.name)}
     try:
-        loaded: Any = read_checkpoint(storage, wanted, prefix=prefix, own_index=inventory.own_index)
+        loaded: Any = read_checkpoint(storage, wanted, prefix=prefix, own_index=inventory.place)
     except LoadError as error:
         # Its list is of keys.
         raise LoadError(str(error), [str(error)]) from error

@@ -14,6 +14,7 @@ __all__ = [
     "CONSTANT",
     "ELEMENTWISE",
     "MASTER",
+    "RANK_LOCAL",
     "SAME",
     "SAVED",
     "checked_layouts",
@@ -27,6 +28,8 @@ MASTER = "master"
 """Of an entry: the parameter itself in a wider dtype, of which the parameter is the nearest rounding."""
 SAME = "same"
 """Of an entry of a parameter's state: a tensor of another shape than the parameter's, the same on every rank."""
+RANK_LOCAL = "rank_local"
+"""Of an entry: each rank's own and nobody else's to interpret, for the same ranks with the same shards only."""
 SAVED = "saved"
 """Of an attribute: part of the optimizer's state, the same on every rank; saved and loaded with it."""
 CONSTANT = "constant"
@@ -47,8 +50,8 @@ def register_layouts(optimizer_class: type[torch.optim.Optimizer] | str, layouts
 
     Args:
         optimizer_class: the class, or its module and name; a subclass is a class of its own.
-        layouts: ``{"momentum": "elementwise"}``, ``"master"`` or ``"same"`` for an entry of a parameter's state;
-            ``{"self.scales": "saved"}`` or ``"constant"`` for an attribute of the optimizer.
+        layouts: ``{"momentum": "elementwise"}``, ``"master"``, ``"same"`` or ``"rank_local"`` for an entry of a
+            parameter's state; ``{"self.scales": "saved"}`` or ``"constant"`` for an attribute of the optimizer.
 
     Raises:
         TypeError: what is declared is no mapping of names to layouts, or there is no such class.
@@ -71,7 +74,7 @@ def checked_layouts(layouts: Mapping[str, str]) -> Mapping[str, str]:
     if not isinstance(layouts, Mapping) or not all(isinstance(name, str) for name in layouts):
         raise TypeError(f"layouts={layouts!r}: expected a dict from names to layouts.")
     for name, layout in layouts.items():
-        allowed = (SAVED, CONSTANT) if name.startswith(ATTRIBUTE) else (ELEMENTWISE, MASTER, SAME)
+        allowed = (SAVED, CONSTANT) if name.startswith(ATTRIBUTE) else (ELEMENTWISE, MASTER, SAME, RANK_LOCAL)
         if layout not in allowed:
             kind = "an attribute of the optimizer" if name.startswith(ATTRIBUTE) else "an entry of a parameter's state"
             raise ValueError(

@@ -87,8 +87,8 @@ def _check(tracked: Tracked, name: str, value: Blocks | Tensor | None, box: Box)
         found = f"{have} codes and {value.scales.numel()} scales of {form.block} elements"
     if not fits:
         raise PlacementError(
-            f"{tracked.fqn}: state {name!r} has {found}, and this rank's part of the parameter has shape {box.size}. It "
-            "was made for another sharding; rebuild the optimizer and load its state."
+            f"{tracked.fqn}: state {name!r} has {found}, and this rank's part of the parameter has shape {box.size}. "
+            "It was made for another sharding; rebuild the optimizer and load its state."
         )
 
 
@@ -190,7 +190,7 @@ def put_quantised(
             has_segments = True
             chunks += _own_segments(entry, value, box)
     if has_segments:
-        handles[blob_key(tracked.fqn)] = BytesHandle.part_of(chunks, record.blob or 0)
+        handles[blob_key(tracked.fqn)] = BytesHandle.make(chunks, record.blob or 0)
     return handles
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,14 +11,13 @@ from torch import Tensor
 
 from shardopt.collector import paused_collector
 from shardopt.errors import PlacementError
-from shardopt.layouts.codec import Blocks
 from shardopt.layouts.infer import Elementwise, Layout, Value, infer
 from shardopt.layouts.tracked import Keeping, Tracked
 from shardopt.portable.beside import BESIDE, describe_beside
 from shardopt.portable.blockwise import TABLES, Quantised, describe_quantised, put_quantised
 from shardopt.portable.encode import encode
 from shardopt.portable.handles import BoxHandle, BytesHandle, Handle
-from shardopt.portable.keys import MANIFEST_KEY, blob_key, rank_keys, state_key
+from shardopt.portable.keys import MANIFEST_KEY, blob_key, state_key
 from shardopt.portable.manifest import (
     AbsentEntry,
     ElementwiseEntry,
@@ -32,6 +30,7 @@ from shardopt.portable.manifest import (
     ValueEntry,
     WholeEntry,
 )
+from shardopt.portable.own import own_handles, rank_local_handles
 from shardopt.portable.packing import pack
 from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
@@ -49,7 +48,6 @@ __all__ = [
     "digest_replicated",
     "export",
     "handle_for",
-    "live_tensors",
 ]
 
 
@@ -227,26 +225,6 @@ def _put_elsewhere(tracked: Tracked, inventory: Inventory, record: ParameterReco
         _put(handles, blob_key(tracked.fqn), BytesHandle.elsewhere(record.blob or 0), tracked)
 
 
-def live_tensors(inventory: Inventory) -> dict[str, Tensor]:
-    """Element-wise state over live memory, by key: DTensors, or plain tensors for plain parameters."""
-    result: dict[str, Tensor] = {}
-    groups = inventory.groups()
-    for tracked in inventory.tracked:
-        shaped = {
-            *inventory.usual_entries(tracked, groups[tracked.group]),
-            *inventory.optional_entries(tracked),
-        }
-        for entry, value in inventory.unquantised(tracked).items():
-            layout = infer(tracked, entry, value, elementwise=entry in shaped and isinstance(value, Tensor))
-            if isinstance(layout, Elementwise):
-                result[state_key(tracked.fqn, entry)] = tracked.as_param(layout.local)
-        for entry, value in inventory.quantised(tracked).items():
-            local = value.codes if isinstance(value, Blocks) else value
-            if local is not None and tracked.state_box is not None and tuple(local.shape) == tracked.state_box.size:
-                result[state_key(tracked.fqn, entry)] = tracked.as_param(local)
-    return result
-
-
 def _export_groups(inventory: Inventory, groups: list[dict[str, Any]]) -> list[GroupRecord]:
     members: list[list[str]] = [[] for _ in groups]
     owner = [index for index, part in enumerate(inventory.parts) for _ in part.inner.param_groups]
@@ -285,13 +263,45 @@ def _export_parameter(
     if inventory.is_per_rank(tracked):
         return _export_own(tracked, inventory, handles)
     entries: dict[str, Entry] = {}
-    whole: dict[str, Any] = {}
     boxes: dict[str, Tensor | None] = dict.fromkeys(inventory.usual_entries(tracked, group))
+    whole = _sorted_out(tracked, inventory, boxes, entries)
+    known = inventory.is_known(tracked)
+    for name, live in boxes.items():
+        _put(handles, state_key(tracked.fqn, name), handle_for(tracked, live), tracked)
+        entries.setdefault(name, AbsentEntry())
+    blob = None
+    if whole or not known:
+        packed = pack(whole, tracked.fqn)
+        _put(handles, blob_key(tracked.fqn), BytesHandle.make(packed.chunks, packed.total_bytes), tracked)
+        if whole:
+            blob = packed.total_bytes
+            entries.update((name, WholeEntry(layout)) for name, layout in packed.entries().items())
+    entries.update(_quantised(tracked, inventory, described))
+    entries.update(_rank_local(tracked, inventory, described))
+    return ParameterRecord(
+        shape=tracked.shape,
+        dtype=dtype_name(tracked.param.dtype),
+        group=tracked.group,
+        optimizer=tracked.optimizer,
+        aliases=tracked.name.aliases,
+        entries=entries,
+        blob=blob,
+    )
+
+
+def _sorted_out(
+    tracked: Tracked, inventory: Inventory, boxes: dict[str, Tensor | None], entries: dict[str, Entry]
+) -> dict[str, Any]:
+    """Puts entries that are boxes, or values, where they belong; what is left is whole."""
+    whole: dict[str, Any] = {}
     shaped = {*boxes, *inventory.optional_entries(tracked)}
     known = inventory.is_known(tracked)
     common = frozenset() if tracked.has_whole_state else inventory.part_of(tracked).common
+    own = inventory.rank_local(tracked)
     problems: list[str] = []
     for name, value in inventory.unquantised(tracked).items():
+        if name in own:
+            continue
         try:
             # Of what was only seen in a probe, other parameters may have another form.
             fits = isinstance(value, Tensor) and (known or value.shape == tracked.state_like.shape)
@@ -311,26 +321,17 @@ def _export_parameter(
             problems.append(str(error))
     if problems:
         raise PlacementError("\n".join(problems))
-    for name, live in boxes.items():
-        _put(handles, state_key(tracked.fqn, name), handle_for(tracked, live), tracked)
-        entries.setdefault(name, AbsentEntry())
-    blob = None
-    if whole or not known:
-        packed = pack(whole, tracked.fqn)
-        _put(handles, blob_key(tracked.fqn), BytesHandle.make(packed.chunks, packed.total_bytes), tracked)
-        if whole:
-            blob = packed.total_bytes
-            entries.update((name, WholeEntry(layout)) for name, layout in packed.entries().items())
-    entries.update(_quantised(tracked, inventory, described))
-    return ParameterRecord(
-        shape=tracked.shape,
-        dtype=dtype_name(tracked.param.dtype),
-        group=tracked.group,
-        optimizer=tracked.optimizer,
-        aliases=tracked.name.aliases,
-        entries=entries,
-        blob=blob,
-    )
+    return whole
+
+
+def _rank_local(tracked: Tracked, inventory: Inventory, described: Described) -> dict[str, Entry]:
+    own = inventory.rank_local(tracked)
+    if own:
+        state = inventory.state_of(tracked) or {}
+        kept = {name: state[name] for name in own if name in state}
+        for key, handle in rank_local_handles(tracked, inventory.place, kept).items():
+            _put(described.handles, key, handle, tracked)
+    return dict.fromkeys(own, PerRankEntry())
 
 
 def _quantised(tracked: Tracked, inventory: Inventory, described: Described) -> dict[str, Entry]:
@@ -351,10 +352,8 @@ def _layout_of(tracked: Tracked, name: object, value: object, *, elementwise: bo
 
 def _export_own(tracked: Tracked, inventory: Inventory, handles: dict[str, Handle]) -> ParameterRecord:
     """Describes the state that this rank does not share with any other."""
-    packed = pack(dict(inventory.state_of(tracked) or {}), tracked.fqn)
-    layout_key, bytes_key = rank_keys(inventory.own_index or 0, tracked.fqn)
-    _put(handles, layout_key, BytesHandle.of(json.dumps(packed.entries()).encode()), tracked)
-    _put(handles, bytes_key, BytesHandle.make(packed.chunks, packed.total_bytes), tracked)
+    for key, handle in own_handles(tracked, inventory.place, inventory.state_of(tracked) or {}).items():
+        _put(handles, key, handle, tracked)
     return ParameterRecord(
         shape=tracked.shape,
         dtype=dtype_name(tracked.param.dtype),

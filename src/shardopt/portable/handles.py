@@ -331,14 +331,6 @@ class BytesHandle(Handle):
         return handle
 
     @staticmethod
-    def part_of(chunks: Sequence[tuple[int, Tensor]], total_bytes: int) -> BytesHandle:
-        """A handle over this rank's chunks, if it has any; other ranks write the others, and all are read."""
-        handle = BytesHandle.elsewhere(total_bytes)
-        handle._fill([tensor for _, tensor in chunks], [(offset,) for offset, _ in chunks])
-        handle.wanted = True
-        return handle
-
-    @staticmethod
     def elsewhere(total_bytes: int) -> BytesHandle:
         """A handle for bytes that another rank writes, and that another rank reads."""
         handle = BytesHandle.make([], total_bytes)

@@ -50,7 +50,9 @@ def _said(inventory: Inventory, described: Described | None) -> dict[str, object
     owned: dict[str, ParameterRecord] = {}
     sharded: dict[str, ParameterRecord] = {}
     boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for item in inventory.tracked if described is not None else ():
+    if described is None:
+        return {"owned": {}, "sharded": {}, "boxes": {}, "tables": {}}
+    for item in inventory.tracked:
         record = described.parameters.get(item.fqn)
         own = described.quantised.get(item.fqn)
         if record is None:
@@ -62,12 +64,11 @@ def _said(inventory: Inventory, described: Described | None) -> dict[str, object
             # Not judged before all have told theirs.
             sharded[item.fqn] = replace(record, entries=entries, blob=None)
             boxes[item.fqn] = own.box.offset, own.box.size
-    tables = {} if described is None else described.tables
     return {
         "owned": parameters_json(owned),
         "sharded": parameters_json(sharded),
         "boxes": boxes,
-        "tables": tables,
+        "tables": described.tables,
     }
 
 

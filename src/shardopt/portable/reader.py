@@ -28,7 +28,7 @@ def read_checkpoint(
     tracked: Mapping[str, Tracked],
     *,
     prefix: str | None = None,
-    own_index: int | None = None,
+    own_index: int = 0,
 ) -> dict[str, Handle]:
     """Reads what the checkpoint has for these parameters into scratch. Not collective; touches no live state.
 
@@ -36,7 +36,7 @@ def read_checkpoint(
         path: directory written by ``dcp.save``, of a wrapped optimizer or of what torch's ``get_optimizer_state_dict``
             returned for an unwrapped one; or one that is open.
         tracked: live parameters by FQN.
-        own_index: whose state is read of parameters of which every rank has saved its own.
+        own_index: whose state is read where every rank has saved its own.
         prefix: key of the optimizer in the saved dict (``"optim"``); found by itself when there is only one.
 
     Returns:
@@ -58,7 +58,7 @@ def read_checkpoint(
 
 
 def _read_all(
-    path: str | os.PathLike[str] | Storage, tracked: Mapping[str, Tracked], prefix: str | None, own_index: int | None
+    path: str | os.PathLike[str] | Storage, tracked: Mapping[str, Tracked], prefix: str | None, own_index: int
 ) -> dict[str, Handle]:
     storage = path if isinstance(path, Storage) else Storage(path)
     own = [
@@ -84,7 +84,7 @@ def _read_manifest(storage: Storage, root: str) -> tuple[BytesHandle, Manifest]:
         raise LoadError(f"{storage.path}: {error}") from error
 
 
-def _read_own(storage: Storage, root: str, tracked: Mapping[str, Tracked], own_index: int | None) -> dict[str, Handle]:
+def _read_own(storage: Storage, root: str, tracked: Mapping[str, Tracked], own_index: int) -> dict[str, Handle]:
     path = storage.path
     manifest_handle, manifest = _read_manifest(storage, root)
     handles, stored_as = _wanted(tracked, manifest, own_index)
@@ -116,7 +116,7 @@ def _read_own(storage: Storage, root: str, tracked: Mapping[str, Tracked], own_i
 
 
 def _wanted(
-    tracked: Mapping[str, Tracked], manifest: Manifest, own_index: int | None
+    tracked: Mapping[str, Tracked], manifest: Manifest, own_index: int
 ) -> tuple[dict[str, Handle], dict[str, str]]:
     """Handles for all that is to be read, and the key under which each is stored."""
     handles: dict[str, Handle] = {}
@@ -134,7 +134,7 @@ def _wanted(
                 stored_as[state_key(fqn, name)] = state_key(saved_fqn, name)
                 handles[scale_key(fqn, name)] = scales_handle(tracked[fqn], entry.block, None, None, [])
                 stored_as[scale_key(fqn, name)] = scale_key(saved_fqn, name)
-            elif isinstance(entry, PerRankEntry) and own_index is not None and own_index < manifest.world_size:
+            elif isinstance(entry, PerRankEntry) and own_index < manifest.world_size:
                 for key, saved_key in zip(rank_keys(own_index, fqn), rank_keys(own_index, saved_fqn), strict=True):
                     handles[key] = BytesHandle.of(b"")
                     stored_as[key] = saved_key

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import is_dtype_name
@@ -18,6 +18,8 @@ __all__ = [
     "blockwise_json",
     "read_blockwise",
 ]
+
+_T = TypeVar("_T")
 
 BLOCKWISE_FIELDS = frozenset(("layout", "codec", "codes", "per_byte", "scales", "block", "table", "segments"))
 
@@ -88,44 +90,62 @@ def blockwise_json(entry: BlockwiseEntry) -> dict[str, Json]:
 
 def read_blockwise(fields: Mapping[str, Json]) -> BlockwiseEntry | str:
     """The entry of an object with ``BLOCKWISE_FIELDS``, or what is wrong with it."""
-    codec, codes, scales, table = (fields.get(name) for name in ("codec", "codes", "scales", "table"))
-    per_byte, block, segments = (fields.get(name) for name in ("per_byte", "block", "segments"))
-    if not isinstance(codec, str) or not isinstance(scales, str) or not _is_text(codes) or not _is_text(table):
-        return f"codec {codec!r:.80}, codes {codes!r:.80}, scales {scales!r:.80}, table {table!r:.80}: expected text"
-    if type(per_byte) is not int or not _is_count(block) or not isinstance(segments, list):
-        return f"per_byte {per_byte!r:.80}, block {block!r:.80}, segments {segments!r:.80}: expected numbers and a list"
-    read: list[Segment] = []
-    for one in segments:
-        segment = _read_segment(one)
-        if segment is None:
-            return f"a shard {one!r:.160}: expected [offset, size, at, block, table, values]"
-        read.append(segment)
-    return BlockwiseEntry(codec, codes, per_byte, scales, block, table, tuple(read))
+    try:
+        segments = fields.get("segments")
+        if not isinstance(segments, list):
+            raise _Wrong("segments", segments, "a list")
+        return BlockwiseEntry(
+            codec=_text(fields.get("codec"), "codec"),
+            codes=_maybe(_text, fields.get("codes"), "codes"),
+            per_byte=_count(fields.get("per_byte"), "per_byte"),
+            scales=_text(fields.get("scales"), "scales"),
+            block=_maybe(_count, fields.get("block"), "block"),
+            table=_maybe(_text, fields.get("table"), "table"),
+            segments=tuple(map(_segment, segments)),
+        )
+    except _Wrong as wrong:
+        return str(wrong)
 
 
-def _read_segment(encoded: Json) -> Segment | None:
+class _Wrong(ValueError):
+    def __init__(self, name: str, got: Json, expected: str) -> None:
+        super().__init__(f"{name} is {got!r:.80}, expected {expected}")
+
+
+def _segment(encoded: Json) -> Segment:
     if not isinstance(encoded, list) or len(encoded) != 6:
-        return None
+        raise _Wrong("a shard", encoded, "[offset, size, at, block, table, values]")
     offset, size, at, block, table, values = encoded
-    boxes = [
-        tuple(one) if isinstance(one, list) and all(_is_number(x) for x in one) else None for one in (offset, size)
-    ]
-    fits = _is_number(at) and _is_count(block) and _is_text(table) and _is_text(values)
-    if boxes[0] is None or boxes[1] is None or not fits:
-        return None
-    return Segment(boxes[0], boxes[1], at, block, table, values)
+    return Segment(
+        _counts(offset, "offset"),
+        _counts(size, "size"),
+        _count(at, "at"),
+        _maybe(_count, block, "block"),
+        _maybe(_text, table, "table"),
+        _maybe(_text, values, "values"),
+    )
 
 
-def _is_number(value: Json) -> bool:
-    return type(value) is int and value >= 0
+def _text(value: Json, name: str) -> str:
+    if not isinstance(value, str):
+        raise _Wrong(name, value, "text")
+    return value
 
 
-def _is_count(value: Json) -> bool:
-    return value is None or _is_number(value)
+def _count(value: Json, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise _Wrong(name, value, "a whole number of 0 or more")
+    return value
 
 
-def _is_text(value: Json) -> bool:
-    return value is None or isinstance(value, str)
+def _counts(value: Json, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise _Wrong(name, value, "a list of whole numbers")
+    return tuple([_count(one, name) for one in value])
+
+
+def _maybe(read: Callable[[Json, str], _T], value: Json, name: str) -> _T | None:
+    return None if value is None else read(value, name)
 
 
 def blockwise_contradictions(entry: BlockwiseEntry, shape: tuple[int, ...]) -> Iterator[str]:

@@ -91,15 +91,13 @@ def _quantised(inner: torch.optim.Optimizer, codec: Codec, label: str, compute: 
             "owner",
             f"{how}{label} quantises blocks of what it sees, and whole parameters give it those of the unsharded run",
         )
-    if compute == "local" and codec.is_elementwise(inner):
+    apart = codec.is_elementwise(inner)
+    if compute == "local" and apart:
         return Choice("local", f"asked for; {label} quantises blocks of each shard, counted from the shard's beginning")
+    or_local = "; compute='local' quantises each shard by itself, without communication." if apart else "."
     raise PresentationError(
-        f"{label}: compute={compute!r} does not suit quantised state. compute='owner' (what 'auto' takes) gives what an "
-        "unsharded run gives"
-        + (
-            "; compute='local' quantises each shard by itself, without communication." * codec.is_elementwise(inner)
-            or "."
-        )
+        f"{label}: compute={compute!r} does not suit quantised state. compute='owner' (what 'auto' takes) gives what "
+        f"an unsharded run gives{or_local}"
     )
 
 

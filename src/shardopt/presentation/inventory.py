@@ -14,7 +14,7 @@ from shardopt.errors import NamingError, PlacementError
 from shardopt.layouts.attributes import changed, held_in
 from shardopt.layouts.catalog import spec_of, whole_spec_of
 from shardopt.layouts.codec import Blocks, Codec, codec_of
-from shardopt.layouts.declared import ATTRIBUTE, CONSTANT, ELEMENTWISE, MASTER, SAME, SAVED
+from shardopt.layouts.declared import ATTRIBUTE, CONSTANT, ELEMENTWISE, MASTER, RANK_LOCAL, SAME, SAVED
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.choice import Choice
 from shardopt.presentation.identity import Identity
@@ -91,6 +91,7 @@ class Inventory:
         models: the modules that name the parameters.
         own_index: this rank's place among the ranks, if each keeps state of its own for parameters that are not
             sharded; None if that state is the same on all of them.
+        place: this rank's place among the ranks.
         identity: tells whether the models still hold these parameters.
         tracked: all parameters.
         by_fqn: the same by name.
@@ -102,6 +103,7 @@ class Inventory:
     world_size: int
     models: Sequence[nn.Module] = ()
     own_index: int | None = None
+    place: int = 0
     identity: Identity = field(init=False)
     tracked: list[Tracked] = field(default_factory=list)
     by_fqn: dict[str, Tracked] = field(default_factory=dict)
@@ -196,6 +198,12 @@ class Inventory:
     def state_of(self, tracked: Tracked) -> dict[str, Any] | None:
         """The parameter's live state dict, or None when it has none; never creates one."""
         return self.part_of(tracked).inner.state.get(tracked.param) or None
+
+    def rank_local(self, tracked: Tracked) -> set[str]:
+        """Entries of a sharded parameter that are declared to be each rank's own."""
+        if tracked.has_whole_state or not isinstance(tracked.param, DTensor):
+            return set()
+        return {name for name, layout in self.part_of(tracked).layouts.items() if layout == RANK_LOCAL}
 
     def codec_of(self, tracked: Tracked) -> Codec | None:
         """How the parameter's state is quantised; None when it is not, or each rank's own."""

@@ -69,7 +69,7 @@ def construct(
         # What has gone wrong before is what the user has to mend first.
         raise failure or error from (error if failure else None)
     own = scope.index if plain == "per_rank" and scope.size > 1 else None
-    inventory = Inventory(parts, scope.size, models, own)
+    inventory = Inventory(parts, scope.size, models, own, scope.index)
     try:
         if failure is None:
             inventory.check(tracked)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -14,8 +12,8 @@ from shardopt.geometry import Box
 from shardopt.layouts.tracked import Keeping, Tracked
 from shardopt.portable.encode import decode
 from shardopt.portable.handles import BoxHandle, BytesHandle
-from shardopt.portable.keys import blob_key, rank_keys, state_key
-from shardopt.portable.manifest import ElementwiseEntry, PerRankEntry, ValueEntry, WholeEntry
+from shardopt.portable.keys import blob_key, state_key
+from shardopt.portable.manifest import AbsentEntry, ElementwiseEntry, PerRankEntry, ValueEntry, WholeEntry
 from shardopt.portable.packing import unpack
 from shardopt.portable.scratch import Scratch
 from shardopt.portable.segments import BlockwiseEntry
@@ -23,7 +21,16 @@ from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
 from shardopt.presentation.choice import qualified_name
 from shardopt.presentation.inventory import Inventory
-from shardopt.staging.plan import TAKEN_OVER, ParameterPlan, bytes_of, judge_values
+from shardopt.staging.own import plan_own, plan_rank_local
+from shardopt.staging.plan import (
+    TAKEN_OVER,
+    ParameterPlan,
+    bytes_of,
+    in_dtype,
+    judge_values,
+    judged,
+    place_value,
+)
 from shardopt.staging.quantised import plan_quantised
 from shardopt.staging.report import Report
 from shardopt.staging.source import Source
@@ -45,8 +52,8 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
         return plan
     if tracked.keeping is Keeping.ELSEWHERE:
         return plan
-    if PerRankEntry in map(type, saved.entries.values()):
-        _plan_own(plan, tracked, inventory, source, report)
+    if "" in saved.entries:
+        plan_own(plan, tracked, inventory, source, report)
     else:
         _plan_entries(plan, tracked, inventory, source, report)
     return plan
@@ -55,42 +62,47 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
 def _plan_entries(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
     saved = source.record(tracked)
     live = inventory.state_of(tracked) or {}
-    group = inventory.groups()[tracked.group]
-    whole: dict[str, Any] = {}
-    if WholeEntry in map(type, saved.entries.values()):
-        whole = _unpack_whole(tracked, source, report)
+    whole = _unpack_whole(tracked, source, report)
     codec = inventory.codec_of(tracked)
-    quantised = inventory.quantised_entries(tracked)
     if codec is not None:
         plan_quantised(plan, tracked, inventory, codec, source, report)
+    if PerRankEntry in map(type, saved.entries.values()):
+        plan_rank_local(plan, tracked, inventory, source, report)
+    quantised = inventory.quantised_entries(tracked)
     for name, entry in saved.entries.items():
-        if name in quantised:
+        if name in quantised or isinstance(entry, (AbsentEntry, PerRankEntry)):
             continue
-        if isinstance(entry, BlockwiseEntry):
-            report.problems.append(
-                f"{tracked.fqn}: state {name!r} was quantised by {entry.codec!r}, and this optimizer's state is not; "
-                "wrap an optimizer of the class that wrote it."
-            )
-        elif isinstance(entry, ElementwiseEntry):
-            loaded = _loaded_box(tracked, name, entry, source, live.get(name), report)
-            if loaded is not None:
-                judge_values(f"{tracked.fqn}: state {name!r}", loaded, source.options, report)
-                _place_box(plan, tracked, inventory, source, name, loaded, live.get(name))
+        if isinstance(entry, ElementwiseEntry):
+            _plan_elementwise(plan, tracked, inventory, source, name, report)
         elif isinstance(entry, ValueEntry):
-            device = inventory.scalar_device(tracked, group, name)
+            device = inventory.scalar_device(tracked, inventory.groups()[tracked.group], name)
             value = decode(entry.value)
             judge_values(f"{tracked.fqn}: state {name!r}", value, source.options, report)
-            _place_value(plan, source, name, value, live.get(name), device)
-        elif isinstance(entry, WholeEntry):
-            if name in whole:
-                value = _judged(tracked, name, whole[name], live.get(name), source, report)
-                _place_value(plan, source, name, value, live.get(name), tracked.local.device)
-        else:
-            continue
+            place_value(plan, source, name, value, live.get(name), device)
+        elif isinstance(entry, BlockwiseEntry):
+            report.problems.append(
+                f"{tracked.fqn}: state {name!r} was quantised by {entry.codec!r}, and this optimizer keeps no such "
+                "state of it; wrap an optimizer of the class that wrote it, with the same options."
+            )
+        elif name in whole:
+            value = judged(tracked, name, whole[name], live.get(name), source, report)
+            place_value(plan, source, name, value, live.get(name), tracked.local.device)
         plan.keep.append(name)
         report.restored.append(state_key(tracked.fqn, name))
     if plan.keep:
         _refuse_incomplete(tracked, inventory, source, report)
+
+
+def _plan_elementwise(
+    plan: ParameterPlan, tracked: Tracked, inventory: Inventory, source: Source, name: str, report: Report
+) -> None:
+    entry = source.record(tracked).entries[name]
+    live = (inventory.state_of(tracked) or {}).get(name)
+    assert isinstance(entry, ElementwiseEntry)
+    loaded = _loaded_box(tracked, name, entry, source, live, report)
+    if loaded is not None:
+        judge_values(f"{tracked.fqn}: state {name!r}", loaded, source.options, report)
+        _place_box(plan, tracked, inventory, source, name, loaded, live)
 
 
 def _refuse_incomplete(tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
@@ -107,43 +119,6 @@ def _refuse_incomplete(tracked: Tracked, inventory: Inventory, source: Source, r
             f"{tracked.fqn}: the checkpoint has state {sorted(saved.entries)} of it, but not {lost}, which this "
             "optimizer needs under its present options; build it with the options it was saved with."
         )
-
-
-def _plan_own(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
-    """Plans the state that this rank alone has saved for the parameter."""
-    label = f"{tracked.fqn}: its state on this rank"
-    world_size = source.manifest.world_size
-    if not inventory.is_per_rank(tracked):
-        report.problems.append(
-            f"{tracked.fqn}: each of {world_size} ranks has saved state of its own; wrap it unsharded, on as many "
-            "ranks, with plain='per_rank'."
-        )
-        return
-    if world_size != inventory.world_size:
-        report.problems.append(
-            f"{tracked.fqn}: each of {world_size} ranks has saved state of its own, and this optimizer has "
-            f"{inventory.world_size}; resume on {world_size} ranks, or start it anew: fresh=[{tracked.fqn!r}]."
-        )
-        return
-    layout_key, bytes_key = rank_keys(inventory.own_index or 0, tracked.fqn)
-    layout = bytes_of(source.handles.get(layout_key), f"{label} (layout)", source.from_storage, report)
-    data = bytes_of(source.handles.get(bytes_key), label, source.from_storage, report)
-    if layout is None or data is None:
-        return
-    try:
-        value = unpack(json.loads(layout.numpy().tobytes()), data, copy=True, path=tracked.fqn)
-    except (FormatError, ValueError) as error:
-        report.problems.append(f"{label}: {error}")
-        return
-    live = inventory.state_of(tracked) or {}
-    group = inventory.groups()[tracked.group]
-    for name, item in (value if isinstance(value, dict) else {}).items():
-        scalar = isinstance(item, Tensor) and item.dim() == 0
-        device = inventory.scalar_device(tracked, group, name) if scalar else tracked.local.device
-        value = _judged(tracked, name, item, live.get(name), source, report)
-        _place_value(plan, source, name, value, live.get(name), device)
-        plan.keep.append(name)
-        report.restored.append(state_key(tracked.fqn, name))
 
 
 def plan_fresh(tracked: Tracked, inventory: Inventory, group: dict[str, Any]) -> ParameterPlan:
@@ -178,42 +153,7 @@ def _loaded_box(
         if source.from_storage
         else _lent_box(label, tracked, handle, report)
     )
-    return None if loaded is None else _in_dtype(label, tracked, loaded, live, source, report)
-
-
-def _in_dtype(
-    label: str, tracked: Tracked, loaded: Scratch | Tensor, live: Any, source: Source, report: Report
-) -> Scratch | Tensor | None:
-    """What was loaded, in the dtype this optimizer keeps, or None with a problem reported."""
-    keeps = tracked.local.dtype
-    if isinstance(live, Tensor):
-        keeps = live.dtype
-    elif source.record(tracked).dtype == dtype_name(keeps):
-        # The same parameter dtype: the dtype of state that is made anew is the rule's own, as it was when it was saved.
-        return loaded
-    if loaded.dtype == keeps:
-        return loaded
-    if source.options.dtype == "live" and loaded.dtype.is_floating_point and keeps.is_floating_point:
-        report.notes.append(f"{label} was saved as {dtype_name(loaded.dtype)} and is converted to {dtype_name(keeps)}.")
-        # Beside what was read, which another load may want as it is.
-        return (loaded.tensor() if isinstance(loaded, Scratch) else loaded).to(keeps)
-    report.problems.append(
-        f"{label} was saved as {dtype_name(loaded.dtype)}, this optimizer keeps {dtype_name(keeps)}; dtype='live' "
-        "converts floating-point state."
-    )
-    return None
-
-
-def _judged(tracked: Tracked, name: str, value: Any, live: Any, source: Source, report: Report) -> Any:
-    """A value that is stored whole, in the dtype this optimizer keeps; problems go to the report."""
-    label = f"{tracked.fqn}: state {name!r}"
-    judge_values(label, value, source.options, report)
-    if not isinstance(value, Tensor):
-        return value
-    cast = source.record(tracked).dtype != dtype_name(tracked.local.dtype)
-    if not cast or value.dim() == 0 or not value.is_floating_point():
-        return value
-    return _in_dtype(label, tracked, value, live, source, report)
+    return None if loaded is None else in_dtype(label, tracked, loaded, live, source, report)
 
 
 def _read_box(
@@ -287,16 +227,9 @@ def _place_box(
         plan.publish[name] = inventory.part_of(tracked).presentation.to_state(tracked, own)
 
 
-def _place_value(plan: ParameterPlan, source: Source, name: str, value: Any, live: Any, device: torch.device) -> None:
-    if isinstance(value, Tensor):
-        if source.takes(live, value):
-            plan.fill.append((live, value))
-            return
-        value = value.to(device)
-    plan.publish[name] = value
-
-
 def _unpack_whole(tracked: Tracked, source: Source, report: Report) -> dict[str, Any]:
+    if WholeEntry not in map(type, source.record(tracked).entries.values()):
+        return {}
     label = f"{tracked.fqn}: its whole values"
     if isinstance(tracked.param, DTensor) and not tracked.has_whole_state:
         report.problems.append(

@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from shardopt.layouts.tracked import Tracked
 from shardopt.portable.handles import BytesHandle
 from shardopt.portable.scratch import Scratch
+from shardopt.portable.tensor_bytes import dtype_name
 from shardopt.staging.finite import find_non_finite_in
 from shardopt.staging.options import LoadOptions
 from shardopt.staging.report import Report
+from shardopt.staging.source import Source
 
-__all__ = ["TAKEN_OVER", "ParameterPlan", "bytes_of", "judge_values"]
+__all__ = ["TAKEN_OVER", "ParameterPlan", "bytes_of", "in_dtype", "judge_values", "judged", "place_value"]
 
 TAKEN_OVER = "what was read of it has been taken over by an earlier load and may have changed; read it again."
 
@@ -64,6 +68,51 @@ def judge_values(label: str, loaded: Any, options: LoadOptions, report: Report) 
         report.notes.append(f"{label} holds {found} on this rank.")
     else:
         report.problems.append(f"{label} holds {found} on this rank; finite='report' loads it all the same.")
+
+
+def in_dtype(
+    label: str, tracked: Tracked, loaded: Scratch | Tensor, live: Any, source: Source, report: Report
+) -> Scratch | Tensor | None:
+    """What was loaded, in the dtype this optimizer keeps, or None with a problem reported."""
+    keeps = tracked.local.dtype
+    if isinstance(live, Tensor):
+        keeps = live.dtype
+    elif source.record(tracked).dtype == dtype_name(keeps):
+        # The same parameter dtype: the dtype of state that is made anew is the rule's own, as it was when it was saved.
+        return loaded
+    if loaded.dtype == keeps:
+        return loaded
+    if source.options.dtype == "live" and loaded.dtype.is_floating_point and keeps.is_floating_point:
+        report.notes.append(f"{label} was saved as {dtype_name(loaded.dtype)} and is converted to {dtype_name(keeps)}.")
+        # Beside what was read, which another load may want as it is.
+        return (loaded.tensor() if isinstance(loaded, Scratch) else loaded).to(keeps)
+    report.problems.append(
+        f"{label} was saved as {dtype_name(loaded.dtype)}, this optimizer keeps {dtype_name(keeps)}; dtype='live' "
+        "converts floating-point state."
+    )
+    return None
+
+
+def judged(tracked: Tracked, name: str, value: Any, live: Any, source: Source, report: Report) -> Any:
+    """A value that is stored whole, in the dtype this optimizer keeps; problems go to the report."""
+    label = f"{tracked.fqn}: state {name!r}"
+    judge_values(label, value, source.options, report)
+    if not isinstance(value, Tensor):
+        return value
+    cast = source.record(tracked).dtype != dtype_name(tracked.local.dtype)
+    if not cast or value.dim() == 0 or not value.is_floating_point():
+        return value
+    return in_dtype(label, tracked, value, live, source, report)
+
+
+def place_value(plan: ParameterPlan, source: Source, name: str, value: Any, live: Any, device: torch.device) -> None:
+    """Plans a value: copied into the live tensor where that takes it, else put in its place."""
+    if isinstance(value, Tensor):
+        if source.takes(live, value):
+            plan.fill.append((live, value))
+            return
+        value = value.to(device)
+    plan.publish[name] = value
 
 
 def bytes_of(handle: Any, label: str, from_storage: bool, report: Report) -> Tensor | None:

@@ -159,7 +159,8 @@ class _Planning:
 
     def _from_grid(self, label: str, name: str, entry: BlockwiseEntry, wanted: Form | torch.dtype) -> Blocks | Tensor:
         shape, box = self.tracked.shape, self.tracked.state_box
-        assert box is not None and entry.block is not None
+        assert box is not None  # state that is elsewhere is planned elsewhere
+        assert entry.block is not None  # without segments there is one, or the manifest was refused
         form = saved_form(entry, entry.block, entry.table, self._tables(), label)
         grid = Grid(shape, entry.block)
         scales = self._arrived(label, scale_key, name, grid.shape, grid.covering(box), form.scales)

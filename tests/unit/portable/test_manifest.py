@@ -240,8 +240,8 @@ def damaged(**paths: Any) -> bytes:
             "dtype 'torch.float32' is unknown to this torch; names are",
         ),
         ({"parameters__body_weight__aliases": ["embed.weight"]}, "alias 'embed.weight' is already a name of"),
-        ({"parameters__body_weight__blob": 5}, "parameter 'body.weight': has a blob of 5 bytes and no whole entries"),
-        ({'parameters__ü"n__blob': None}, "parameter 'ü\"n': has a blob of None bytes and some whole entries"),
+        ({"parameters__body_weight__blob": 5}, "parameter 'body.weight': has a blob of 5 bytes and no entries in it"),
+        ({'parameters__ü"n__blob': None}, "parameter 'ü\"n': has a blob of None bytes and some entries in it"),
         ({'parameters__ü"n__blob': -1}, "parameter 'ü\"n' blob: got -1, expected a whole number of 0 or more"),
         (
             {"parameters__body_weight__entries__exp_avg": {"layout": "magic"}},

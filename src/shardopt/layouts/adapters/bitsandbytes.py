@@ -67,16 +67,16 @@ class _BitsAndBytes(Codec):
     def refuse(self, optimizer: torch.optim.Optimizer) -> str | None:
         if getattr(optimizer, "is_paged", False):
             return (
-                "paged state lies in memory that bitsandbytes manages itself, and a load would put it elsewhere; use the "
-                "class without 'Paged'."
+                "paged state lies in memory that bitsandbytes manages itself, and a load would put it elsewhere; use "
+                "the class without 'Paged'."
             )
         manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if manager.index2config or params & manager.pid2config.keys() or manager.module_weight_config_triple:
             return (
-                "GlobalOptimManager overrides options by parameter or by its position, and while it steps the optimizer "
-                "sees other parameters at other positions, so that overrides would not be found; give the parameters "
-                "with other options an optimizer of their own."
+                "GlobalOptimManager overrides options by parameter or by its position, and while it steps the "
+                "optimizer sees other parameters at other positions, so that overrides would not be found; give the "
+                "parameters with other options an optimizer of their own."
             )
         odd = [
             tuple(param.shape)
