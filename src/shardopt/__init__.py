@@ -14,7 +14,7 @@ from shardopt.errors import (
     ShardoptError,
     StaleLoadError,
 )
-from shardopt.layouts.codec import Blocks, Codec, Form, register_codec
+from shardopt.layouts.codec import Blocks, Codec, Form, Subject, register_codec
 from shardopt.layouts.declared import register_layouts
 from shardopt.layouts.interchange import declare_interchangeable
 from shardopt.layouts.objects import declare_saved
@@ -40,6 +40,7 @@ __all__ = [
     "ShardedStateOptimizer",
     "ShardoptError",
     "StaleLoadError",
+    "Subject",
     "__version__",
     "clip_grad_norm_",
     "declare_interchangeable",

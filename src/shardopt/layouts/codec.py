@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardopt.layouts.interchange import qualified
 
-__all__ = ["Blocks", "Codec", "Form", "codec_of", "register_codec"]
+__all__ = ["Blocks", "Codec", "Form", "Subject", "codec_of", "register_codec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,27 @@ class Blocks:
     scales: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One parameter, as its optimizer sees it.
+
+    Attributes:
+        optimizer: the optimizer.
+        group: the parameter's group.
+        shard: this rank's shard of the parameter, or the whole of it, whichever the optimizer steps; for its shape,
+            dtype and device.
+    """
+
+    optimizer: Any
+    group: Mapping[str, Any]
+    shard: Tensor
+
+
 class Codec(ABC):
     """Takes the state of one class of optimizers apart into ``Blocks``, and puts it together again.
 
-    It is asked about one parameter at a time, and never about its place in a mesh: ``shard`` is what the optimizer
-    sees, this rank's shard or the whole parameter. Nothing is copied, and nothing live is changed.
+    It is asked about one parameter at a time, and never about its place in a mesh. Nothing is copied, and nothing live
+    is changed.
 
     Attributes:
         name: of the quantisation, in checkpoints; state is exchanged between codecs of one name only.
@@ -76,7 +92,7 @@ class Codec(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def entries(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def entries(self, subject: Subject) -> tuple[str, ...]:
         """Names of the tensors that may be quantised, as the group's options make the optimizer keep them."""
 
     def parts(self, entry: str) -> tuple[str, ...]:
@@ -84,7 +100,7 @@ class Codec(ABC):
         return (entry,)
 
     @abstractmethod
-    def read(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], entry: str) -> Blocks | Tensor | None:
+    def read(self, subject: Subject, state: Mapping[str, Any], entry: str) -> Blocks | Tensor | None:
         """The entry: quantised, or a floating-point tensor where the optimizer keeps one; None when it is not there.
 
         Raises:
@@ -92,21 +108,19 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def form(self, optimizer: torch.optim.Optimizer, entry: str, shard: Tensor) -> Form | torch.dtype:
-        """How the optimizer would keep the entry for this tensor: quantised, or as numbers of a dtype."""
+    def form(self, subject: Subject, entry: str) -> Form | torch.dtype:
+        """How the optimizer would make the entry: quantised, or as numbers of a dtype."""
 
     @abstractmethod
     def quantise(self, values: Tensor, form: Form) -> Blocks:
         """Quantises fp32 values, contiguous, as the optimizer does in a step."""
 
     @abstractmethod
-    def write(
-        self, optimizer: torch.optim.Optimizer, entry: str, value: Blocks | Tensor, shard: Tensor
-    ) -> Mapping[str, Any]:
+    def write(self, subject: Subject, entry: str, value: Blocks | Tensor) -> Mapping[str, Any]:
         """Items of ``optimizer.state[param]`` that make up the entry, over the memory of ``value``."""
 
-    def backfill(self, optimizer: torch.optim.Optimizer, entry: str, shard: Tensor) -> Tensor | None:
-        """Values, in the shape of ``shard``, of an entry that a checkpoint lacks and has others beside; None: refused.
+    def backfill(self, subject: Subject, entry: str) -> Tensor | None:
+        """Values, in the shape of the shard, of an entry that a checkpoint lacks and has others beside; None: refused.
 
         For entries that an earlier version of the optimizer did not keep, and whose absence meant something definite.
         """

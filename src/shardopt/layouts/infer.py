@@ -70,7 +70,8 @@ def infer(tracked: Tracked, entry: str, value: Any, *, elementwise: bool) -> Lay
     if isinstance(tracked.param, DTensor) and not tracked.has_whole_state:
         raise PlacementError(
             f"{tracked.fqn}: state {entry!r} is a {type(value).__name__} that holds tensors; nothing says how they are "
-            f"sharded over {tracked.param.placements}. Keep such state as DTensors placed like the parameter."
+            f"sharded over {tracked.param.placements}. Keep such state as DTensors placed like the parameter; or "
+            f"declare layouts={{{entry!r}: 'rank_local'}}, each rank's own and for the same shards only."
         )
     return Whole(value)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from shardopt.geometry import Box
 from shardopt.layouts.codec import Form
 from shardopt.layouts.grid import Grid
 
-__all__ = ["CODES_PER_BYTE", "Piece", "Stored", "looked_up", "unpacked"]
+__all__ = ["CODES_PER_BYTE", "Piece", "Stored", "apart", "looked_up", "together", "unpacked", "values_of"]
 
 # Elements that are worked on at a time, so that indices (8 bytes each) stay small beside what they look up.
 _AT_ONCE = 1 << 20
@@ -124,6 +123,18 @@ def unpacked(grid: Grid, fetched: Box, packed: Tensor, box: Box) -> Tensor:
     return result
 
 
+def apart(codes: Tensor, per_byte: int) -> Tensor:
+    """Codes of consecutive elements, one a byte, 1-D; of a pair in a byte the first is in the high bits."""
+    flat = codes.reshape(-1)
+    return flat if per_byte == 1 else torch.stack((flat >> 4, flat & 15), dim=-1).view(-1)
+
+
+def together(codes: Tensor, per_byte: int) -> Tensor:
+    """The same the other way, 1-D; of pairs there must be no half one."""
+    flat = codes.reshape(-1)
+    return flat if per_byte == 1 else (flat[::2] << 4) | flat[1::2]
+
+
 def _slices(box: Box) -> Iterator[Box]:
     """The box in slices along its longest dim."""
     if not box.volume:
@@ -157,8 +168,3 @@ def _view(tensor: Tensor, frame: Box, part: Box) -> Tensor:
     for dim, (offset, size) in enumerate(zip(part.offset, part.size, strict=True)):
         tensor = tensor.narrow(dim, offset - frame.offset[dim], size)
     return tensor
-
-
-def num_blocks(num_elements: int, block: int) -> int:
-    """Blocks of so many elements."""
-    return math.ceil(num_elements / block)

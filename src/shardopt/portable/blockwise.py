@@ -14,7 +14,7 @@ from shardopt.errors import PlacementError
 from shardopt.geometry import Box
 from shardopt.layouts.codec import Blocks, Codec, Form
 from shardopt.layouts.grid import Grid
-from shardopt.layouts.quantised import CODES_PER_BYTE
+from shardopt.layouts.quantised import CODES_PER_BYTE, apart
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.grid_handles import codes_handle, scales_handle
 from shardopt.portable.handles import BytesHandle, Handle
@@ -57,15 +57,14 @@ def describe_quantised(tracked: Tracked, inventory: Inventory, codec: Codec) -> 
     Raises:
         PlacementError: the parts of an entry contradict each other.
     """
-    inner = inventory.part_of(tracked).inner
+    subject = inventory.subject(tracked)
     state = inventory.state_of(tracked)
-    group = inventory.groups()[tracked.group]
     box = tracked.state_box
     assert box is not None  # state that is elsewhere is described elsewhere
     own = Quantised(box, {})
     entries: dict[str, Entry] = {}
-    for name in codec.entries(inner, group):
-        value = None if state is None else codec.read(inner, state, name)
+    for name in codec.entries(subject):
+        value = None if state is None else codec.read(subject, state, name)
         _check(tracked, name, value, box)
         own.values[name] = value
         entries[name] = _said(tracked, codec, value, own)
@@ -172,14 +171,14 @@ def put_quantised(
         record: of all ranks.
         own: this rank's part; None when its state is elsewhere.
     """
-    inner = inventory.part_of(tracked).inner
+    subject = inventory.subject(tracked)
     handles: dict[str, Handle] = {}
     chunks: list[tuple[int, Tensor]] = []
     has_segments = False
-    for name in codec.entries(inner, inventory.groups()[tracked.group]):
+    for name in codec.entries(subject):
         entry = record.entries[name]
         value = None if own is None or own.says_nothing else own.values[name]
-        form = codec.form(inner, name, tracked.state_like)
+        form = codec.form(subject, name)
         block = form.block if isinstance(form, Form) else None
         box = Box.whole(()) if own is None else own.box
         codes = _codes_parts(tracked, entry, value, box)
@@ -207,19 +206,13 @@ def _codes_parts(tracked: Tracked, entry: Entry, value: Blocks | Tensor | None, 
     dtype = dtype_from_name(entry.codes, tracked.fqn)
     if isinstance(value, Blocks) and value.codes is not None:
         if entry.per_byte == 1:
-            codes = value.codes if value.form.per_byte == 1 else _apart(value.codes)
-            return tracked.shape, dtype, [(box, codes.reshape(box.size))]
+            return tracked.shape, dtype, [(box, apart(value.codes, value.form.per_byte).view(box.size))]
         pairs = Grid(tracked.shape, CODES_PER_BYTE)
         cells = pairs.covering(box)
         return pairs.shape, dtype, [(cells, value.codes.view(cells.size))]
     shape = tracked.shape if entry.per_byte == 1 else Grid(tracked.shape, CODES_PER_BYTE).shape
     # Every element of the tensor must be written by somebody: of a shard that is not quantised, zeros.
     return shape, dtype, [(box, torch.zeros(box.size, dtype=dtype))] if isinstance(value, Tensor) else []
-
-
-def _apart(packed: Tensor) -> Tensor:
-    flat = packed.reshape(-1)
-    return torch.stack((flat >> 4, flat & 15), dim=-1)
 
 
 def _scales_parts(tracked: Tracked, entry: Entry, value: Blocks | Tensor | None, box: Box) -> _Parts:

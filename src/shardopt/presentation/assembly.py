@@ -64,7 +64,7 @@ def make_part(inner: torch.optim.Optimizer, compute: str, layouts: Mapping[str, 
     lacking = [name for name in names if name not in vars(inner)]
     if lacking:
         raise PlacementError(f"layouts: {type(inner).__name__} has no attributes {lacking}, which are declared.")
-    choice = choose(inner, compute)
+    choice = choose(inner, compute, set(declared.values()))
     presentation = _PRESENTATIONS[choice.compute](inner)
     presentation.needs_closure = choice.needs_closure
     presentation.masters = tuple(name for name, layout in declared.items() if layout == MASTER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from shardopt.errors import PresentationError
 from shardopt.layouts.catalog import spec_of, whole_spec_of, why_never
 from shardopt.layouts.codec import Codec, codec_of
+from shardopt.layouts.declared import RANK_LOCAL
 from shardopt.layouts.interchange import qualified
 from shardopt.presentation.probe import Finding, probe
 from shardopt.presentation.side_storage import refuse_remembered
@@ -50,8 +51,13 @@ class Choice:
     needs_closure: bool = False
 
 
-def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
+def choose(inner: torch.optim.Optimizer, compute: str, layouts: Collection[str] = ()) -> Choice:
     """Resolves ``compute`` for one inner optimizer.
+
+    Args:
+        inner: the optimizer.
+        compute: what is asked for.
+        layouts: all that are declared of entries of its state.
 
     Raises:
         PresentationError: ``compute`` is unknown, the class cannot be wrapped, or what was asked for would not, or is
@@ -69,6 +75,8 @@ def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
     if compute == "dtensor":
         return Choice("dtensor", "asked for: the rule runs on the DTensors themselves")
     refuse_remembered(inner)
+    if compute == "local" and RANK_LOCAL in layouts:
+        return Choice("local", f"asked for; part of the state of {label} is declared to be each rank's own")
     if spec_of(inner) is not None:
         return _known_elementwise(label, compute)
     whole = whole_spec_of(inner)

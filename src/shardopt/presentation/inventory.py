@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardopt.errors import NamingError, PlacementError
 from shardopt.layouts.attributes import changed, held_in
 from shardopt.layouts.catalog import spec_of, whole_spec_of
-from shardopt.layouts.codec import Blocks, Codec, codec_of
+from shardopt.layouts.codec import Blocks, Codec, Subject, codec_of
 from shardopt.layouts.declared import ATTRIBUTE, CONSTANT, ELEMENTWISE, MASTER, RANK_LOCAL, SAME, SAVED
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.choice import Choice
@@ -209,18 +209,22 @@ class Inventory:
         """How the parameter's state is quantised; None when it is not, or each rank's own."""
         return None if self.is_per_rank(tracked) else self.part_of(tracked).codec
 
+    def subject(self, tracked: Tracked) -> Subject:
+        """The parameter, for a codec."""
+        return Subject(self.part_of(tracked).inner, self.groups()[tracked.group], tracked.state_like)
+
     def quantised_entries(self, tracked: Tracked) -> tuple[str, ...]:
         """Entries of the parameter that may be quantised."""
         codec = self.codec_of(tracked)
-        return () if codec is None else codec.entries(self.part_of(tracked).inner, self.groups()[tracked.group])
+        return () if codec is None else codec.entries(self.subject(tracked))
 
     def quantised(self, tracked: Tracked) -> dict[str, Blocks | Tensor]:
         """The entries of the parameter that may be quantised, taken apart, those that are there."""
         codec, state = self.codec_of(tracked), self.state_of(tracked)
         if codec is None or state is None:
             return {}
-        inner = self.part_of(tracked).inner
-        read = {name: codec.read(inner, state, name) for name in self.quantised_entries(tracked)}
+        subject = self.subject(tracked)
+        read = {name: codec.read(subject, state, name) for name in codec.entries(subject)}
         return {name: value for name, value in read.items() if value is not None}
 
     def unquantised(self, tracked: Tracked) -> dict[str, Any]:

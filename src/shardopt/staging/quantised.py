@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shardopt.errors import FormatError, PlacementError
 from shardopt.geometry import Box
-from shardopt.layouts.codec import Blocks, Codec, Form
+from shardopt.layouts.codec import Blocks, Codec, Form, Subject
 from shardopt.layouts.grid import Grid
-from shardopt.layouts.quantised import CODES_PER_BYTE, Piece, Stored, unpacked, values_of
+from shardopt.layouts.quantised import CODES_PER_BYTE, Piece, Stored, together, unpacked, values_of
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.blockwise import TABLES, saved_form
 from shardopt.portable.handles import BytesHandle, Handle
@@ -52,12 +52,12 @@ def plan_quantised(
     plan: ParameterPlan, tracked: Tracked, inventory: Inventory, codec: Codec, source: Source, report: Report
 ) -> None:
     """Plans the entries of a parameter that its codec takes apart; problems go to the report."""
-    inner = inventory.part_of(tracked).inner
+    subject = inventory.subject(tracked)
     live = inventory.quantised(tracked)
     saved = source.record(tracked).entries
-    names = codec.entries(inner, inventory.groups()[tracked.group])
+    names = codec.entries(subject)
     there = [name for name in names if not isinstance(saved.get(name, AbsentEntry()), AbsentEntry)]
-    planning = _Planning(plan, tracked, inner, codec, source, report)
+    planning = _Planning(plan, tracked, subject, codec, source, report)
     for name in names:
         label = f"{tracked.fqn}: state {name!r}"
         try:
@@ -77,7 +77,7 @@ def plan_quantised(
 class _Planning:
     plan: ParameterPlan
     tracked: Tracked
-    inner: torch.optim.Optimizer
+    subject: Subject
     codec: Codec
     source: Source
     report: Report
@@ -112,7 +112,7 @@ class _Planning:
     def backfilled(self, label: str, name: str, there: list[str]) -> Blocks | Tensor:
         """What stands for an entry that was not saved beside others that were."""
         wanted = self._wanted(name, None)
-        values = self.codec.backfill(self.inner, name, self.tracked.state_like)
+        values = self.codec.backfill(self.subject, name)
         if values is None:
             raise _Problem(
                 f"{label} is not in the checkpoint, which has {there}, and nothing says what it would be; build the "
@@ -124,7 +124,7 @@ class _Planning:
 
     def place(self, name: str, value: Blocks | Tensor, live: Blocks | Tensor | None) -> None:
         """Puts it into live memory where that is alike, so that tensors keep their identity; else publishes it."""
-        items = self.codec.write(self.inner, name, value, self.tracked.state_like)
+        items = self.codec.write(self.subject, name, value)
         pairs: list[tuple[Tensor, Tensor]] | None = None
         if isinstance(value, Tensor) and isinstance(live, Tensor):
             pairs = [(live, value)]
@@ -144,7 +144,7 @@ class _Planning:
     def _wanted(self, name: str, live: Blocks | Tensor | None) -> Form | torch.dtype:
         """How this optimizer keeps the entry: as it does now, else as it would make it."""
         if live is None:
-            return self.codec.form(self.inner, name, self.tracked.state_like)
+            return self.codec.form(self.subject, name)
         return live.dtype if isinstance(live, Tensor) else live.form
 
     def _kept(self, name: str, values: Tensor, wanted: Form | torch.dtype, why: str) -> Blocks | Tensor:
@@ -209,9 +209,8 @@ class _Planning:
         if not isinstance(wanted, Form) or not wanted.is_like(_with_pairs(source.form, wanted)):
             return None
         own = self._own(codes)
-        if own is not None and wanted.per_byte == CODES_PER_BYTE:
-            flat = own.reshape(-1)
-            own = (flat[::2] << 4) | flat[1::2]
+        if own is not None:
+            own = together(own, wanted.per_byte)
         return Blocks(wanted, own, source.scales.clone())
 
     def _codes(self, label: str, name: str, entry: BlockwiseEntry, dtype: torch.dtype) -> _Arrived:

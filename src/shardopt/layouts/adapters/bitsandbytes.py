@@ -11,7 +11,7 @@ from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optim
 from torch import Tensor
 
 from shardopt.errors import PlacementError
-from shardopt.layouts.codec import Blocks, Codec, Form
+from shardopt.layouts.codec import Blocks, Codec, Form, Subject
 
 __all__ = ["codec_for"]
 
@@ -24,14 +24,14 @@ _OTHER_STATE = frozenset({"ademamix"})
 class _BitsAndBytes(Codec):
     name = "bitsandbytes-blockwise"
 
-    def entries(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("state1", "state2") if isinstance(optimizer, Optimizer2State) else ("state1",)
+    def entries(self, subject: Subject) -> tuple[str, ...]:
+        return ("state1", "state2") if isinstance(subject.optimizer, Optimizer2State) else ("state1",)
 
     def parts(self, entry: str) -> tuple[str, ...]:
         number = entry.removeprefix("state")
         return entry, f"qmap{number}", f"absmax{number}"
 
-    def read(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], entry: str) -> Blocks | Tensor | None:
+    def read(self, subject: Subject, state: Mapping[str, Any], entry: str) -> Blocks | Tensor | None:
         codes, table, scales = (state.get(part) for part in self.parts(entry))
         if codes is None:
             return None
@@ -44,25 +44,23 @@ class _BitsAndBytes(Codec):
             )
         return Blocks(Form(block=_BLOCK, table=table), codes, scales)
 
-    def form(self, optimizer: torch.optim.Optimizer, entry: str, shard: Tensor) -> Form | torch.dtype:
-        args = vars(optimizer)["args"]
-        if args.optim_bits != 8 or shard.numel() < args.min_8bit_size:
+    def form(self, subject: Subject, entry: str) -> Form | torch.dtype:
+        args = subject.optimizer.args
+        if args.optim_bits != 8 or subject.shard.numel() < args.min_8bit_size:
             return torch.float32
-        return Form(block=_BLOCK, table=self._table(optimizer, entry))
+        return Form(block=_BLOCK, table=self._table(subject.optimizer, entry))
 
     def quantise(self, values: Tensor, form: Form) -> Blocks:
         codes, how = bitsandbytes.functional.quantize_blockwise(values, code=form.table, blocksize=form.block)
         return Blocks(form, codes, how.absmax)
 
-    def write(
-        self, optimizer: torch.optim.Optimizer, entry: str, value: Blocks | Tensor, shard: Tensor
-    ) -> Mapping[str, Any]:
+    def write(self, subject: Subject, entry: str, value: Blocks | Tensor) -> Mapping[str, Any]:
         codes, table, scales = self.parts(entry)
         if isinstance(value, Tensor) or value.codes is None:
             return {codes: value}
         # The optimizer's own table, of which each state holds the same object.
-        own = self._table(optimizer, entry).to(shard.device)
-        return {codes: value.codes.view(shard.shape), table: own, scales: value.scales.reshape(-1)}
+        own = self._table(subject.optimizer, entry).to(subject.shard.device)
+        return {codes: value.codes.view(subject.shard.shape), table: own, scales: value.scales.reshape(-1)}
 
     def refuse(self, optimizer: torch.optim.Optimizer) -> str | None:
         if getattr(optimizer, "is_paged", False):

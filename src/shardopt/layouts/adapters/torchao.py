@@ -12,7 +12,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from shardopt.errors import PlacementError
-from shardopt.layouts.codec import Blocks, Codec, Form
+from shardopt.layouts.codec import Blocks, Codec, Form, Subject
 
 __all__ = ["codec_for"]
 
@@ -23,10 +23,10 @@ _QUANTISED = (OptimState4bit, OptimState8bit, OptimStateFp8)
 class _TorchAO(Codec):
     name = "torchao-blockwise"
 
-    def entries(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+    def entries(self, subject: Subject) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if subject.group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def read(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], entry: str) -> Blocks | Tensor | None:
+    def read(self, subject: Subject, state: Mapping[str, Any], entry: str) -> Blocks | Tensor | None:
         value = state.get(entry)
         if isinstance(value, _QUANTISED):
             return Blocks(self._form_of(value), value.codes, value.scale)
@@ -34,22 +34,20 @@ class _TorchAO(Codec):
             raise PlacementError(f"state {entry!r} is a {type(value).__name__}, which this version does not know.")
         return value
 
-    def form(self, optimizer: torch.optim.Optimizer, entry: str, shard: Tensor) -> Form | torch.dtype:
-        block = vars(optimizer)["block_size"]
+    def form(self, subject: Subject, entry: str) -> Form | torch.dtype:
+        block, shard = subject.optimizer.block_size, subject.shard
         if shard.numel() < _SMALLEST or shard.numel() % block:
             return shard.dtype
         # Of one block, which is enough to see how the class quantises.
-        return self._form_of(self._zeros(optimizer, entry, shard.new_empty(block)))
+        return self._form_of(self._zeros(subject.optimizer, entry, shard.new_empty(block)))
 
     def quantise(self, values: Tensor, form: Form) -> Blocks:
         blank = self._blank(form, values)
         blank.copy_(values)
         return Blocks(form, blank.codes, blank.scale)
 
-    def write(
-        self, optimizer: torch.optim.Optimizer, entry: str, value: Blocks | Tensor, shard: Tensor
-    ) -> Mapping[str, Any]:
-        return {entry: value if isinstance(value, Tensor) else self._made(value, shard)}
+    def write(self, subject: Subject, entry: str, value: Blocks | Tensor) -> Mapping[str, Any]:
+        return {entry: value if isinstance(value, Tensor) else self._made(value, subject.shard)}
 
     def _made(self, value: Blocks, shard: Tensor) -> Tensor:
         form, codes, scales = value.form, value.codes, value.scales.reshape(-1)

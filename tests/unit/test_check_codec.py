@@ -1,0 +1,105 @@
+"""The kit for authors of codecs finds nothing in what is right, and every kind of mistake in what is not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from examples.own_codec import Momentum8, Momentum8Codec
+from shardopt import Blocks, Form, Subject
+from shardopt.layouts.codec import codec_of
+from shardopt.testing import check_codec
+from tests.ranks.quantised_runs import make
+
+SIZES = (1, 127, 128, 130, 1000)
+
+
+def test_the_example_is_right() -> None:
+    check_codec(Momentum8Codec(), Momentum8, sizes=SIZES)
+
+
+class OtherLimit(Momentum8Codec):
+    def form(self, subject: Subject, entry: str) -> Form | torch.dtype:
+        return torch.float32 if subject.shard.numel() <= 128 else super().form(subject, entry)
+
+
+class OtherBlock(Momentum8Codec):
+    def read(self, subject: Subject, state: Mapping[str, Any], entry: str) -> Any:
+        value = super().read(subject, state, entry)
+        return (
+            Blocks(Form(block=32, codes=torch.int8), value.codes, value.scales) if isinstance(value, Blocks) else value
+        )
+
+
+class Clears(Momentum8Codec):
+    def read(self, subject: Subject, state: Mapping[str, Any], entry: str) -> Any:
+        if "scale" in state:
+            state["scale"].mul_(0.5)
+        return super().read(subject, state, entry)
+
+
+class LosesScales(Momentum8Codec):
+    def write(self, subject: Subject, entry: str, value: Any) -> Mapping[str, Any]:
+        made = dict(super().write(subject, entry, value))
+        return {**made, "scale": torch.ones_like(made["scale"])} if "scale" in made else made
+
+
+class LosesAnEntry(Momentum8Codec):
+    def write(self, subject: Subject, entry: str, value: Any) -> Mapping[str, Any]:
+        made = super().write(subject, entry, value)
+        return {name: item for name, item in made.items() if name != "scale"}
+
+
+class RoundsTwice(Momentum8Codec):
+    def quantise(self, values: Tensor, form: Form) -> Blocks:
+        return super().quantise(values * 1.1, form)
+
+
+class Raises(Momentum8Codec):
+    def quantise(self, values: Tensor, form: Form) -> Blocks:
+        raise ValueError("no kernel for this size")
+
+
+class SeesNothing(Momentum8Codec):
+    def read(self, subject: Subject, state: Mapping[str, Any], entry: str) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("codec", "said"),
+    [
+        (OtherLimit, "128 elements, example 0: 'momentum': the optimizer keeps Form"),
+        (OtherBlock, "where form says"),
+        (Clears, "read has changed the state"),
+        (LosesScales, "steps on otherwise"),
+        (LosesAnEntry, "state \\['scale'\\] is either"),
+        (RoundsTwice, "more than one step"),
+        (Raises, "ValueError: no kernel for this size"),
+        (SeesNothing, "it is not there after a step"),
+    ],
+)
+def test_a_mistake_is_found(codec: type[Momentum8Codec], said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        check_codec(codec(), Momentum8, sizes=SIZES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("bnb-AdamW8bit", "bnb-Adam8bit", "bnb-Lion8bit", "bnb-RMSprop8bit", "bnb-Adagrad8bit", "bnb-AdamW"),
+        *("ao-AdamW8bit", "ao-Adam8bit", "ao-AdamW4bit", "ao-AdamWFp8", "ao-_AdamW"),
+    ],
+)
+def test_an_adapter_says_what_its_library_does(kind: str, dtype: torch.dtype) -> None:
+    optimizer = make(kind, [torch.nn.Parameter(torch.zeros(1))])
+    codec = codec_of(optimizer)
+    assert codec is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_codec(codec, lambda params: make(kind, params), dtype=dtype, examples=1)
