@@ -58,6 +58,10 @@ class RankPool:
 
     Workers start when a job first needs them. After a job in which a rank hung or died its workers are killed, and the
     next job gets new ones. One job runs at a time.
+
+    Attributes:
+        size: how many workers there can be.
+        num_jobs: since the workers were new.
     """
 
     def __init__(self, size: int = 4) -> None:
@@ -67,6 +71,7 @@ class RankPool:
         self._jobs = itertools.count()
         self._workers: list[WorkerProcess] = []
         self._last = "no job yet"
+        self.num_jobs = 0
         warm_up()
 
     def __enter__(self) -> RankPool:
@@ -124,6 +129,7 @@ class RankPool:
             RankError: only if one of ``signals`` was never sent, so that the job did not test what was meant.
         """
         self._check(world_size, function, process_group)
+        self.num_jobs += 1
         payload = pack(args)
         workers = [self._start() for _ in range(world_size)] if fresh else self._take(world_size)
         flight = Flight(
@@ -153,13 +159,18 @@ class RankPool:
 
     def close(self) -> None:
         """Ends every worker."""
+        self.renew()
+        shutil.rmtree(self._directory)
+
+    def renew(self) -> None:
+        """Ends every worker; the next job gets new ones."""
         for worker in self._workers:
             if worker.alive():
                 worker.connection.send(Stop())
         for worker in self._workers:
             worker.join(_STOP_S)
         self._discard(list(self._workers))
-        shutil.rmtree(self._directory)
+        self.num_jobs = 0
 
     def _check(self, world_size: int, function: Callable[..., Any], process_group: bool) -> None:
         if not 1 <= world_size <= self.size:
