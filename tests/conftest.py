@@ -16,14 +16,15 @@ _MOST_JOBS = 40
 
 
 @pytest.fixture(scope="session")
-def _pool() -> Iterator[RankPool]:
+def ranks() -> Iterator[RankPool]:
+    """Four worker processes that serve every world size from 1 to 4; see `RankPool`."""
     with RankPool(4) as pool:
         yield pool
 
 
-@pytest.fixture
-def ranks(_pool: RankPool) -> RankPool:
-    """Four worker processes that serve every world size from 1 to 4; see `RankPool`."""
-    if _KEEPS_GROUPS and _pool.num_jobs >= _MOST_JOBS:
-        _pool.renew()
-    return _pool
+@pytest.fixture(autouse=True)
+def _new_workers(request: pytest.FixtureRequest) -> None:
+    if _KEEPS_GROUPS and "ranks" in request.fixturenames:
+        pool = request.getfixturevalue("ranks")
+        if pool.num_jobs >= _MOST_JOBS:
+            pool.renew()

@@ -1,4 +1,4 @@
-"""Rules that draw random numbers: the same on all ranks, of no rank's own generator, and going on after a resume."""
+"""Rules that draw random numbers, keep matrices that lie otherwise, or are wrapped when one rank has stepped already."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.random_rules import noisy_job, turned_job
+from tests.ranks.odd_runs import noisy_job, turned_job, warm_job
 from tests.ranks.topologies import TOPOLOGIES
 from tests.ranks.trajectories import assemble
 from tests.ranks.whole_runs import unequal
@@ -28,3 +28,9 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_would_have(
 
 def test_state_that_is_lent_lies_in_memory_as_its_owner_keeps_it(ranks: RankPool) -> None:
     assert all(ranks.run(2, turned_job, "fsdp2"))
+
+
+def test_state_that_one_rank_alone_has_already_is_every_ranks_error(ranks: RankPool) -> None:
+    for said in ranks.run(2, warm_job, 1, deadline_s=30.0):
+        assert "construct: ranks wrap different things" in said
+        assert "state that it has already" in said

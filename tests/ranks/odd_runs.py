@@ -1,4 +1,4 @@
-"""A rule that draws random numbers, on ranks whose generators differ."""
+"""Rules that draw random numbers, keep matrices that lie otherwise, or are wrapped when one rank has stepped already."""
 
 from __future__ import annotations
 
@@ -77,3 +77,19 @@ def turned_job(topology: str) -> bool:
     optimizer = ShardedStateOptimizer(inner, track.model, compute="replicated", vote_timeout=VOTE_TIMEOUT_S)
     track.train(optimizer, range(STEPS))
     return True
+
+
+def warm_job(warm_rank: int) -> str:
+    """One rank alone has stepped before its optimizer is wrapped: the error."""
+    track = Track("fsdp2")
+    inner = torch.optim.SGD(track.params.values(), lr=0.125, momentum=0.5)
+    if dist.get_rank() == warm_rank:
+        for param in track.params.values():
+            inner.state[param]["momentum_buffer"] = torch.zeros_like(param)
+    try:
+        ShardedStateOptimizer(inner, track.model, compute="owner", vote_timeout=VOTE_TIMEOUT_S)
+    except Exception as error:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return f"{type(error).__name__}: {error}" * (total.item() == 2)
+    return "wrapped"
