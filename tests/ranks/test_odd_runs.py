@@ -1,4 +1,4 @@
-"""Rules that draw random numbers, keep matrices that lie otherwise, or are wrapped when one rank has stepped already."""
+"""Rules that draw random numbers, or keep matrices that lie otherwise; and optimizers that only one rank has stepped."""
 
 from __future__ import annotations
 
