@@ -1,4 +1,4 @@
-"""Rules that draw random numbers, or keep matrices that lie otherwise; and optimizers that only one rank has stepped."""
+"""Rules that draw random numbers or keep turned matrices, and optimizers that one rank alone has stepped."""
 
 from __future__ import annotations
 

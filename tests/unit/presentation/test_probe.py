@@ -269,3 +269,12 @@ def test_a_finding_is_remembered_for_the_same_options_only(monkeypatch: pytest.M
         params = model()
         ShardedStateOptimizer(Counts(params.parameters(), lr=lr), params)
     assert calls == [0.1, 0.2]
+
+
+def test_a_rule_that_treats_larger_parameters_otherwise_is_not_element_wise() -> None:
+    def halved(grad: Tensor, param: Tensor, state: dict[str, Any]) -> Tensor:
+        return grad * (0.5 if param.numel() >= 4096 else 1.0)
+
+    found = why_not_elementwise(Rule([nn.Parameter(torch.ones(3, 2))], halved))
+    assert found is not None
+    assert "for larger parameters" in found
