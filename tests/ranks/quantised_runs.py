@@ -269,3 +269,63 @@ def meant(seen: list[Seen], key: str) -> Array:
             box = one.state[key].box
             result[tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))] = one.state[key].values
     return result
+
+
+def explained_job(layout: str, kind: str, compute: str) -> str:
+    """What a wrapper says of itself."""
+    return Run(layout, kind, compute).optimizer.explain()
+
+
+def async_job(kind: str, compute: str, root: str) -> tuple[Seen, Seen]:
+    """A save in a thread, during which the run goes on: what was there, and what a load brings."""
+    run = Run("2", kind, compute)
+    run.train(range(SAVED_AFTER))
+    middle = run.seen()
+    saved = dcp.async_save({"optim": run.optimizer}, checkpoint_id=root)
+    run.train(range(SAVED_AFTER, STEPS))
+    saved.result()  # type: ignore[union-attr]
+    other = Run("2", kind, compute)
+    dcp.load({"optim": other.optimizer}, checkpoint_id=root)
+    return middle, other.seen()
+
+
+def granularity_job(layers: bool) -> list[tuple[str, bool]]:
+    """Which entries are quantised, with every layer sharded by itself, or all at once."""
+    run = Run(None, "bnb-AdamW8bit", "")
+    mesh = init_device_mesh("cpu", (2,))
+    if layers:
+        for layer in (run.model.column, run.model.row):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(run.model, mesh=mesh)
+    run.params = dict(run.model.named_parameters())
+    inner = make("bnb-AdamW8bit", run.params.values())
+    run.optimizer = ShardedStateOptimizer(inner, run.model, vote_timeout=VOTE_TIMEOUT_S)
+    run.train([0])
+    return sorted((key, part.codes is not None) for key, part in run.seen().state.items())
+
+
+def twice_job(kind: str, root: str) -> tuple[bool, list[str]]:
+    """A load into an optimizer that has stepped: whether tensors kept their identity; and what a second commit says."""
+    run = Run("2", kind, "local")
+    run.train(range(SAVED_AFTER))
+    dcp.save({"optim": run.optimizer}, checkpoint_id=root)
+    inventory = run.optimizer._inventory
+    before = {
+        (item.fqn, name): (value if isinstance(value, Tensor) else value.scales).data_ptr()
+        for item in inventory.tracked
+        for name, value in inventory.quantised(item).items()
+    }
+    run.train(range(SAVED_AFTER, STEPS))
+    state = run.optimizer.state_dict()
+    dcp.load({"optim": run.optimizer}, checkpoint_id=root)
+    after = {
+        (item.fqn, name): (value if isinstance(value, Tensor) else value.scales).data_ptr()
+        for item in inventory.tracked
+        for name, value in inventory.quantised(item).items()
+    }
+    errors: list[str] = []
+    try:
+        run.optimizer.prepare_load(state)
+    except Exception as error:
+        errors.append(str(error))
+    return before == after, errors

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.ranks.quantised_runs import LAYOUTS, Seen, meant, resume_job, train_job, whole
+from tests.ranks.quantised_runs import (
+    LAYOUTS,
+    Seen,
+    async_job,
+    explained_job,
+    granularity_job,
+    meant,
+    resume_job,
+    train_job,
+    twice_job,
+    whole,
+)
 from tests.support.ranks import RankPool
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -62,7 +74,9 @@ def same_weights(one: list[Seen], other: list[Seen]) -> list[str]:
 
 @pytest.mark.parametrize("compute", ["local", "owner"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_ranks_get_their_bits_back(ranks: RankPool, tmp_path: Path, kind: str, compute: str) -> None:
+def test_the_same_ranks_get_their_bits_back_flashoptim3(
+    ranks: RankPool, tmp_path: Path, kind: str, compute: str
+) -> None:
     middle, end = trained(ranks, "2", kind, compute, tmp_path)
     quantised = {key for seen in middle for key, kept in seen.state.items() if kept.codes is not None}
     assert {"aligned", "column.weight"} <= {key.partition("/")[0] for key in quantised}
@@ -120,7 +134,7 @@ STEP_OF_8_BITS = 0.04
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("source", "layout"), [("2", "4"), ("4", "2"), ("2", "3"), ("3", "1"), ("2", "dim1")])
-def test_blocks_that_lie_otherwise_are_quantised_anew_and_named_G(
+def test_blocks_that_lie_otherwise_are_quantised_anew_and_named(
     ranks: RankPool, tmp_path: Path, kind: str, source: str, layout: str
 ) -> None:
     middle, _ = trained(ranks, source, kind, "local", tmp_path)
@@ -135,3 +149,34 @@ def test_blocks_that_lie_otherwise_are_quantised_anew_and_named_G(
             assert before.tobytes() == after.tobytes(), key
     assert "aligned" not in named
     assert "small" not in named
+
+
+@pytest.mark.parametrize("kind", ["bnb-AdamW8bit", "ao-AdamW4bit"])
+@pytest.mark.parametrize("compute", ["local", "owner"])
+def test_a_save_in_a_thread_has_what_was_there_when_it_began_H1(
+    ranks: RankPool, tmp_path: Path, kind: str, compute: str
+) -> None:
+    held = ranks.run(2, async_job, kind, compute, str(tmp_path))
+    assert same_state([middle for middle, _ in held], [loaded for _, loaded in held]) == []
+
+
+def test_how_layers_are_wrapped_does_not_say_what_is_quantised_B15(ranks: RankPool) -> None:
+    by_layers, at_once = (ranks.run(2, granularity_job, layers) for layers in (True, False))
+    assert sorted(chain(*by_layers)) == sorted(chain(*at_once))
+
+
+@pytest.mark.parametrize("kind", ["bnb-AdamW8bit", "ao-AdamW8bit"])
+def test_a_load_fills_live_codes_and_scales(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    for kept_identity, errors in ranks.run(2, twice_job, kind, str(tmp_path)):
+        assert kept_identity
+        assert len(errors) == 1
+        assert "has stepped, loaded or got a parameter group" in errors[0]
+
+
+def test_explain_tells_the_trade_in_numbers(ranks: RankPool) -> None:
+    said = ranks.run(2, explained_job, "2", "bnb-AdamW8bit", "auto")[0]
+    assert "compute='owner' because" in said
+    assert "owner moves 0.4 MiB" in said, said
+    assert "quantise otherwise than unsharded: 2 of 7 parameters (odd, vector)" in said
+    said = ranks.run(2, explained_job, "2", "bnb-AdamW8bit", "local")[1]
+    assert "too small: 3 of 7 parameters (odd, uneven, vector)" in said

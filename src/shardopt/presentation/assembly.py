@@ -21,6 +21,7 @@ from shardopt.presentation.local import LocalPresentation
 from shardopt.presentation.owner import OwnerPresentation
 from shardopt.presentation.presentation import Presentation
 from shardopt.presentation.replicated import ReplicatedPresentation
+from shardopt.presentation.trade import said_of_quantised
 from shardopt.scope import Scope, ranks_of
 from shardopt.torch_compat import fsdp_offloaded
 
@@ -185,6 +186,7 @@ def explain(inventory: Inventory, scope: Scope, consensus: str) -> str:
         for part in inventory.parts
     ]
     lines += [line for part in inventory.parts for line in part.presentation.explained()]
+    lines += [line for part in inventory.parts for line in said_of_quantised(inventory, part)]
     where = f"ranks {list(scope.ranks)}" if scope.size > 1 else "one rank"
     lines.append(f"{len(inventory.tracked)} parameters over {where}; consensus={consensus!r}")
     plain = [one.fqn for one in inventory.tracked if not isinstance(one.param, DTensor) and one.param.requires_grad]

@@ -13,19 +13,19 @@ __all__ = ["Channel"]
 
 
 class Channel:
-    """A process group over the scope's ranks: the default one where these are all there are, else one of its own."""
+    """A process group of its own over the scope's ranks.
+
+    Not the default one, even where these ranks are the world: a checkpoint that is saved in a thread uses that one at
+    its own times, and the two would take each other's messages.
+    """
 
     def __init__(self, scope: Scope) -> None:
-        """Collective over the scope, where it is not the whole world."""
+        """Collective over the scope, if there are others in it."""
         self.size = scope.size
         self.index = scope.index
         self._group: dist.ProcessGroup | None = None
-        if scope.size == 1:
-            return
-        if scope.size == dist.get_world_size():
-            self._group = dist.group.WORLD
-        else:
-            # Only its members come here; the others must not be asked to.
+        if scope.size > 1:
+            # Only its members come here; others must not be asked to.
             made = dist.new_group(list(scope.ranks), use_local_synchronization=True)
             assert isinstance(made, dist.ProcessGroup)  # others get a number, and are not here
             self._group = made
