@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardopt import Blocks, ShardedStateOptimizer
+from shardopt import Blocks, Form, ShardedStateOptimizer
 from shardopt.geometry import Box
 from shardopt.layouts.quantised import Piece, Stored, values_of
 from shardopt.torch_compat import local_box
@@ -120,12 +120,14 @@ class Kept:
         codes: one for each element, or pair; None if it is not quantised.
         scales: of the blocks, or the values.
         values: what they mean, fp32, shape of the box.
+        steps: of each element, how far apart two codes of its block are at most; 0 where it is not quantised.
     """
 
     box: Box
     codes: Array | None
     scales: Array
     values: Array
+    steps: Array
 
 
 @dataclass(repr=False)
@@ -207,14 +209,27 @@ def kept(box: Box, value: Blocks | Tensor) -> Kept:
     """What a rank keeps, with what it means."""
     if isinstance(value, Tensor):
         values = value.detach().clone().reshape(box.size).numpy()
-        return Kept(box, None, values, values)
+        return Kept(box, None, values, values, np.zeros_like(values))
     form, raw = value.form, value.codes
     assert raw is not None
     flat = raw.reshape(-1)
     apart = torch.stack((flat >> 4, flat & 15), -1) if form.per_byte == 2 else flat
     stored = Stored(form, box, value.scales)
     values = values_of(box, apart.reshape(box.size), [Piece(box, stored)])
-    return Kept(box, flat.clone().view(torch.uint8).numpy(), value.scales.clone().reshape(-1).numpy(), values.numpy())
+    scales = values_of(box, None, [Piece(box, Stored(replace(form, codes=None, table=None), box, value.scales))])
+    codes = flat.clone().view(torch.uint8).numpy()
+    return Kept(
+        box, codes, value.scales.clone().reshape(-1).numpy(), values.numpy(), (scales * widest_step(form)).numpy()
+    )
+
+
+def widest_step(form: Form) -> float:
+    """The widest gap between two numbers that codes stand for."""
+    numbers = form.table
+    if numbers is None:
+        assert form.codes is not None
+        numbers = torch.arange(256, dtype=torch.uint8).view(form.codes).float()
+    return float(numbers[numbers.isfinite()].unique().diff().max())
 
 
 def train_job(layout: str | None, kind: str, compute: str, root: str | None) -> tuple[Seen, Seen]:
@@ -260,14 +275,16 @@ def whole(seen: list[Seen]) -> dict[str, Array]:
     return result
 
 
-def meant(seen: list[Seen], key: str) -> Array:
-    """What an entry means, put together from all ranks."""
+def meant(seen: list[Seen], key: str, *, steps: bool = False) -> Array:
+    """What an entry means, put together from all ranks; or how far apart two codes are there."""
     shape = tuple(Net().get_parameter(key.partition("/")[0]).shape)
     result = np.full(shape, np.nan, dtype=np.float32)
     for one in seen:
         if key in one.state:
             box = one.state[key].box
-            result[tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))] = one.state[key].values
+            result[tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))] = (
+                one.state[key].steps if steps else one.state[key].values
+            )
     return result
 
 

@@ -128,10 +128,6 @@ def test_values_are_exact_wherever_blocks_lie(ranks: RankPool, tmp_path: Path, k
         assert meant(middle, key).tobytes() == meant(loaded, key).tobytes(), key
 
 
-STEP_OF_8_BITS = 0.04
-"""Of the block's largest: the widest gap of the tables, between 0.93 and 1, and what two roundings of it make."""
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("source", "layout"), [("2", "4"), ("4", "2"), ("2", "3"), ("3", "1"), ("2", "dim1")])
 def test_blocks_that_lie_otherwise_are_quantised_anew_and_named(
@@ -144,7 +140,8 @@ def test_blocks_that_lie_otherwise_are_quantised_anew_and_named(
         before, after = meant(middle, key), meant(loaded, key)
         name = key.partition("/")[0]
         if name in named:
-            assert np.abs(before - after).max() <= np.abs(before).max() * (0.3 if "4bit" in kind else STEP_OF_8_BITS)
+            # The largest of a block sets its scale, which fp32 rounds.
+            assert (np.abs(before - after) <= meant(loaded, key, steps=True) * (1 + 1e-5)).all(), key
         else:
             assert before.tobytes() == after.tobytes(), key
     assert "aligned" not in named
