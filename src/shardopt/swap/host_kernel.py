@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from shardopt._host import adamw_step as _adamw_step
 from shardopt._host import available_isas as _available_isas
 
-__all__ = ["adamw_step", "available_isas"]
+from shardopt.swap import reference_rows
+from shardopt.swap.kernel_rows import HYPER, ROW, DtypeCode, MasterKind, Table, adamw_hyper
+
+__all__ = [
+    "HYPER",
+    "ROW",
+    "DtypeCode",
+    "MasterKind",
+    "Table",
+    "adamw_hyper",
+    "adamw_rows",
+    "adamw_step",
+    "available_isas",
+    "default_threads",
+    "first_touch",
+    "sum_of_squares",
+]
 
 _ISA_VARIABLE = "SHARDOPT_CPU_ISA"
+_LOCAL_WORLD_VARIABLE = "LOCAL_WORLD_SIZE"
 
 
 def available_isas() -> tuple[str, ...]:
@@ -23,6 +43,90 @@ def available_isas() -> tuple[str, ...]:
     All levels give the same bits. ``"scalar"`` is the reference, ``"lanes16"`` is plain 16-lane C++ for any CPU.
     """
     return tuple(_available_isas())
+
+
+def default_threads(local_world_size: int | None = None) -> int:
+    """How many threads a step takes: the CPUs this process may run on, shared among the ranks of this machine.
+
+    ``OMP_NUM_THREADS`` has no say: torchrun sets it to 1.
+
+    Args:
+        local_world_size: ranks on this machine; None takes ``LOCAL_WORLD_SIZE`` of the environment, or 1.
+    """
+    if local_world_size is None:
+        said = os.environ.get(_LOCAL_WORLD_VARIABLE, "1")
+        if not said.isdecimal() or int(said) < 1:
+            raise ValueError(f"{_LOCAL_WORLD_VARIABLE}={said!r} is not a number of ranks; set it to 1 or more")
+        local_world_size = int(said)
+    if local_world_size < 1:
+        raise ValueError(f"local_world_size is {local_world_size!r}; it must be at least 1")
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+
+
+def adamw_rows(
+    rows: Table,  # [num_rows], ROW
+    hypers: Table,  # [num_hypers], HYPER
+    *,
+    seed: int,
+    grad_scale: float = 1.0,
+    num_threads: int | None = None,
+    isa: str | None = None,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Step every row in place as ``torch.optim.AdamW`` does, in one pass over memory, with the GIL released.
+
+    Gradients are multiplied by ``grad_sign * grad_scale`` as they are read, and never written.
+
+    An element's result depends on its own inputs, on ``seed``, and on its row's hyper, stream and global index only: the
+    same bits on every ISA level, with any number of threads, and however a span is cut into rows or calls. Only bf16
+    moments draw random bits. A bf16 parameter without a master is rounded to nearest even.
+
+    Args:
+        rows: what to step. Nobody else may touch the memory until this returns, and tensors' version counters do not
+            move: see ``torch.autograd.graph.increment_version``.
+        hypers: what ``hyper`` of the rows points to.
+        seed: 64 bits; the same at each step of a run, on each rank.
+        grad_scale: factor of all gradients.
+        num_threads: at most; None takes ``default_threads()``.
+        isa: one of ``available_isas()``; None takes the environment's ``SHARDOPT_CPU_ISA``, or the last of them.
+        names: of the rows, for errors; None counts them.
+
+    Raises:
+        TypeError: a table is not one of ``ROW`` or ``HYPER``.
+        ValueError: a row is wrong (a null or misaligned address, memory shared with another one, an unknown code, an
+            index of no hyper); all of them are named and nothing is written.
+    """
+    for row in rows:
+        if row["numel"]:
+            reference_rows.step_row(row, hypers[row["hyper"]], seed, grad_scale)
+
+
+def sum_of_squares(
+    rows: Table, *, num_threads: int | None = None, isa: str | None = None, names: Sequence[str] | None = None
+) -> NDArray[np.float64]:
+    """The sum of squares of each row's gradient, in double: [num_rows].
+
+    Of a row only ``grad``, ``grad_dtype`` and ``numel`` count. The same bits on every ISA level and with any number of
+    threads. Arguments and errors are those of ``adamw_rows``.
+    """
+    sums = np.zeros(len(rows), np.float64)
+    for place, row in enumerate(rows):
+        if row["numel"]:
+            grad = reference_rows._widened(int(row["grad"]), int(row["numel"]), row["grad_dtype"])
+            sums[place] = np.square(grad.astype(np.float64)).sum()
+    return sums
+
+
+def first_touch(rows: Table, *, num_threads: int | None = None, names: Sequence[str] | None = None) -> None:
+    """Fill the moments of all rows with zeros, each page by the thread that will step it.
+
+    Threads of ``adamw_rows`` get the same part of a table each time, so this places fresh memory on the right NUMA node.
+    """
+    for row in rows:
+        size = 2 if row["moment_dtype"] else 4
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            if row["numel"] and row[name]:
+                reference_rows.memory(int(row[name]), int(row["numel"]) * size, np.uint8)[:] = 0
 
 
 def adamw_step(
