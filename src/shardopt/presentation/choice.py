@@ -12,6 +12,7 @@ import torch
 from shardopt.errors import PresentationError
 from shardopt.layouts.catalog import spec_of, whole_spec_of, why_never
 from shardopt.layouts.interchange import qualified
+from shardopt.presentation.own_shards import TakesShards
 from shardopt.presentation.probe import Finding, probe
 from shardopt.presentation.side_storage import refuse_remembered
 
@@ -62,6 +63,8 @@ def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
     never = why_never(inner)
     if never is not None:
         raise PresentationError(f"{label} cannot be wrapped: {never}")
+    if isinstance(inner, TakesShards):
+        return _by_itself(label, compute)
     if compute == "dtensor":
         return Choice("dtensor", "asked for: the rule runs on the DTensors themselves")
     refuse_remembered(inner)
@@ -73,6 +76,15 @@ def choose(inner: torch.optim.Optimizer, compute: str) -> Choice:
         found = Finding(whole.compute, _WHOLE, why, whole.entries, needs_closure=whole.needs_closure)
         return _decided(label, compute, found, "known")
     return _probed(inner, label, compute)
+
+
+def _by_itself(label: str, compute: str) -> Choice:
+    if compute not in ("auto", "dtensor"):
+        raise PresentationError(
+            f"{label} takes the shards of DTensors by itself, so it cannot be shown anything else; leave "
+            f"compute={compute!r} out."
+        )
+    return Choice("shards", f"{label} is element-wise and takes the shards of DTensors by itself")
 
 
 _WHOLE = "needs whole parameters to update one"

@@ -175,6 +175,10 @@ class Presentation(ABC):
         """Goes on from saved ``draws``."""
         return None
 
+    def settle(self) -> None:
+        """Makes the state what a save may read, where the optimizer can do that by itself."""
+        return None
+
     def state_changed(self) -> None:
         """Notes that a load has changed the state."""
         return None

@@ -16,7 +16,7 @@ from shardopt.layouts.tracked import Keeping, Tracked
 from shardopt.portable.encode import decode
 from shardopt.portable.handles import BoxHandle, BytesHandle
 from shardopt.portable.keys import blob_key, rank_keys, state_key
-from shardopt.portable.manifest import ElementwiseEntry, PerRankEntry, ValueEntry, WholeEntry
+from shardopt.portable.manifest import AbsentEntry, ElementwiseEntry, PerRankEntry, ValueEntry, WholeEntry
 from shardopt.portable.packing import unpack
 from shardopt.portable.scratch import Scratch
 from shardopt.portable.tagged import Json
@@ -95,6 +95,7 @@ def _plan_entries(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, s
     saved = source.record(tracked)
     live = inventory.state_of(tracked) or {}
     group = inventory.groups()[tracked.group]
+    _refuse_without_memory(tracked, inventory, source, report)
     whole: dict[str, Any] = {}
     if WholeEntry in map(type, saved.entries.values()):
         whole = _unpack_whole(tracked, source, report)
@@ -121,6 +122,22 @@ def _plan_entries(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, s
         _refuse_incomplete(tracked, inventory, source, report)
 
 
+def _refuse_without_memory(tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
+    """Of an optimizer whose memory was made with it: refuses entries that have none, and moments that would be lost."""
+    if not inventory.has_own_memory(tracked):
+        return
+    live = inventory.state_of(tracked) or {}
+    saved = [name for name, entry in source.record(tracked).entries.items() if not isinstance(entry, AbsentEntry)]
+    derived = inventory.derived(tracked)
+    lacking = [name for name in saved if name not in live]
+    lost = [name for name in live if saved and name not in saved and name not in derived]
+    if lacking or lost:
+        report.problems.append(
+            f"{tracked.fqn}: the checkpoint has state {sorted(saved)} of it, and this optimizer was made with memory "
+            f"for {sorted(live)}; build it with the options it was saved with."
+        )
+
+
 def _refuse_incomplete(tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
     # Of its own class the manifest says what was there. Of a checkpoint that is not ours, and of a class that was
     # declared to be like it, the optimizer's class knows what must be.
@@ -129,7 +146,8 @@ def _refuse_incomplete(tracked: Tracked, inventory: Inventory, source: Source, r
     if source.manifest.optimizers[saved.optimizer].class_name == own_class:
         return
     known = inventory.known_entries(tracked, inventory.groups()[tracked.group]) or ()
-    lost = [name for name in (*known, *inventory.known_scalars(tracked)) if name not in saved.entries]
+    needed = [name for name in (*known, *inventory.known_scalars(tracked)) if name not in inventory.derived(tracked)]
+    lost = [name for name in needed if name not in saved.entries]
     if lost:
         report.problems.append(
             f"{tracked.fqn}: the checkpoint has state {sorted(saved.entries)} of it, but not {lost}, which this "
