@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardopt.errors import PresentationError
+from shardopt.errors import PlacementError, PresentationError
 from shardopt.presentation.own_shards import TakesShards
 from shardopt.presentation.presentation import amp_scale
 from shardopt.swap.engine import HostEngine
@@ -144,6 +144,7 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
             self.param_groups.pop()
             raise
 
+    @without_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update. Collective only where a gradient is a DTensor placed unlike its parameter, as torch's own is.
@@ -246,16 +247,23 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         self._found = None
 
     def settle(self) -> None:
-        """Brings masters up to weights that were written since the last step."""
-        if self._engine.poison.reason is None:
+        """Brings masters up to weights that were written since the last step.
+
+        Masters that were loaded since then wait for the weights of their checkpoint until the step.
+        """
+        if self._engine.poison.reason is None and not self._engine.masters.loaded:
             self._engine.check(self.param_groups, self.state)
             self._engine.masters.follow()
 
     def state_replaced(self) -> None:
         """Takes what a load has put into the state into its memory."""
         self._engine.clip = None
-        self._engine.adopt(self.state)
         self._engine.poison.reason = None
+        try:
+            self._engine.adopt(self.state)
+        except PlacementError as error:
+            # The load is done, or has failed half way, and has its own error; from here on no step may run.
+            self._engine.poison.set("load", error)
         self._engine.masters.note_loaded()
 
     def _refuse_copy(self, *args: Any) -> NoReturn:
