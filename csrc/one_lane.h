@@ -1,0 +1,62 @@
+// The policy of one lane: the reference for the others, and the tail of each.
+#pragma once
+
+#include <cstdint>
+
+namespace {
+
+struct OneLane {
+    using V = float;
+    using U = std::uint32_t;
+    using I = std::int32_t;
+    static constexpr std::int64_t lanes = 1;
+    static constexpr int batch = 1;
+    static V load(const float *from) { return *from; }
+    static void store(float *to, V value) { *to = value; }
+    static V splat(float value) { return value; }
+    static V fma(V a, V b, V c) { return __builtin_fmaf(a, b, c); }
+    static V sqrt(V value) { return __builtin_sqrtf(value); }
+    static U bits(V value) {
+        U bits;
+        __builtin_memcpy(&bits, &value, sizeof bits);
+        return bits;
+    }
+    static V floats(U bits) {
+        V value;
+        __builtin_memcpy(&value, &bits, sizeof value);
+        return value;
+    }
+    static U splat_bits(std::uint32_t bits) { return bits; }
+    static U load32(const std::uint32_t *from) { return *from; }
+    static void store32(std::uint32_t *to, U bits) { *to = bits; }
+    // Zero- and sign-extended.
+    static U load16(const std::uint16_t *from) { return *from; }
+    static U load_signed16(const std::int16_t *from) { return static_cast<U>(static_cast<I>(*from)); }
+    // The upper halves of `halves` are zero.
+    static void store16(std::uint16_t *to, U halves) { *to = static_cast<std::uint16_t>(halves); }
+    // Past the caches, where the level can do that; `to` is aligned to stream_bytes.
+    static constexpr std::uintptr_t stream_bytes = 2;
+    static void stream16(std::uint16_t *to, U halves) { store16(to, halves); }
+    // Orders what stream16 wrote before whatever follows.
+    static void fence() {}
+    // 0, 1, ... lanes - 1.
+    static U iota() { return 0; }
+    static void multiply(U a, std::uint32_t b, U &high, U &low) {
+        const std::uint64_t product = std::uint64_t{a} * b;
+        high = static_cast<U>(product >> 32);
+        low = static_cast<U>(product);
+    }
+    // Sixteen sums in double; lane i of vector n belongs to sum n * lanes + i.
+    struct Sums {
+        double sums[16];
+    };
+    static Sums no_sums() { return {}; }
+    static void add_squares(Sums &to, int vector, V value) {
+        to.sums[vector] += static_cast<double>(value) * static_cast<double>(value);
+    }
+    static void store_sums(const Sums &from, double *sums) {
+        for (int sum = 0; sum < 16; ++sum) sums[sum] = from.sums[sum];
+    }
+};
+
+}  // namespace
