@@ -82,11 +82,13 @@ class HostEngine:
         Args:
             named: name and parameter, and whether its group keeps maxima.
             groups: of the optimizer.
-            state: of the optimizer; what it has of these parameters is taken over.
+            state: of the optimizer.
 
         Raises:
-            PlacementError: parameters cannot be updated here, or their state does not fit; all of them are listed.
+            PlacementError: parameters cannot be updated here; all of them are listed.
+            ValueError: numbers of a group are out of range.
         """
+        _refuse_numbers(groups)
         problems = [f"{name}: {why}." for name, param, _ in named if (why := check_param(param)) is not None]
         if problems:
             raise PlacementError("SwapAdamW cannot update parameters:\n" + "\n".join(problems))
@@ -240,7 +242,7 @@ class HostEngine:
                 f"amsgrad is on, and the optimizer was made without memory for maxima of {', '.join(lacking[:5])}"
                 f"{', ...' * (len(lacking) > 5)}; make it with amsgrad=True."
             )
-        hypers(groups, [(index, 1) for index in range(len(groups))])
+        _refuse_numbers(groups)
         found = self.gradients.look()
         if self.clip is not None and self.clip.marks != self.gradients.marks():
             raise PresentationError(
@@ -317,6 +319,10 @@ def hypers(groups: Groups, pairs: Sequence[tuple[int, int]]) -> Table:
     if problems:
         raise ValueError("\n".join(problems))
     return table
+
+
+def _refuse_numbers(groups: Groups) -> None:
+    hypers(groups, [(index, 1) for index in range(len(groups))])
 
 
 def _grouped(

@@ -8,7 +8,6 @@ import io
 import subprocess
 import sys
 import warnings
-from itertools import pairwise
 
 import pytest
 import torch
@@ -28,7 +27,9 @@ def test_pieces_are_apart_and_aligned_and_waste_less_than_one_percent(pieces: li
     sizes = [numel * width for numel, width in pieces]
     starts, total = plan_pieces(sizes, [width for _, width in pieces])
     ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-    assert all(end <= start for end, start in pairwise([0, *(x for pair in zip(starts, ends, strict=True) for x in pair)]))
+    assert all(
+        end <= start for end, start in pairwise([0, *(x for pair in zip(starts, ends, strict=True) for x in pair)])
+    )
     assert total == (ends[-1] if ends else 0)
     assert total <= 1.01 * sum(sizes)
     assert all(start % width == 0 for start, (_, width) in zip(starts, pieces, strict=True))
@@ -131,13 +132,13 @@ class Runtime:
         self.registered: list[int] = []
         self.calls: list[tuple[int, int, int]] = []
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.calls.append((address, nbytes, flags))
         if self.code == 0:
             self.registered.append(address)
         return self.code
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         self.registered.remove(address)
         return 0
 
