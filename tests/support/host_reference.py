@@ -1,4 +1,4 @@
-"""The kernel over rows in numpy: slow, and what the C++ one is compared with."""
+"""The host kernel in numpy: slow, and what the C++ one is compared with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from shardopt.swap.kernel_rows import DtypeCode, MasterKind
+from shardopt.swap.host_kernel import DtypeCode, MasterKind
 
 _WORD = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
