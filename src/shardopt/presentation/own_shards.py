@@ -22,11 +22,11 @@ class TakesShards(ABC):
 
     Attributes:
         has_written: whether its last step may have changed something, though it raised.
-        told: options that have to be the same on every rank, in words.
+        told: options, by name, that have to be the same on every rank.
     """
 
     has_written: bool
-    told: str
+    told: Mapping[str, str]
 
     @abstractmethod
     def name_parameters(self, names: Mapping[int, str]) -> None:
@@ -78,8 +78,9 @@ class OwnShardsPresentation(DTensorPresentation):
         super().register(tracked)
         self._own.name_parameters({id(item.param): item.fqn for item in self.tracked})
 
-    def described(self, item: Tracked) -> str:
-        """Options of the optimizer: ranks that differ in them would come to different numbers."""
+    @property
+    def told(self) -> Mapping[str, str]:
+        """Options of the optimizer that are in none of its groups."""
         return self._own.told
 
     def preflight(self) -> Ready:

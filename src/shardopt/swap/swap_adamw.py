@@ -87,7 +87,7 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         )
         self._found: Found | None = None
         self._added: list[tuple[str, Tensor, bool]] | None = []
-        self.told = f"SwapAdamW(moment_dtype={moment_dtype}, master={master!r}, seed={seed})"
+        self.told = {"moment_dtype": str(moment_dtype), "master": str(master), "seed": str(seed)}
         # torch's AdamW has the last one in its groups too, where it tells it from Adam.
         defaults = {
             "lr": lr,
