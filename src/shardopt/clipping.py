@@ -227,14 +227,27 @@ def _find(params: Sequence[Tensor], grads: Sequence[Tensor | None], grids: Grids
 
 
 def _file(found: _Found, index: int, param: Tensor, grad: Tensor, column: int, rank: int) -> None:
-    problem = _unusable(param, grad)
     local = _local(grad)
+    if _is_usual(param, grad) and local.layout == torch.strided:
+        found.pieces.append(_Piece(local, column))
+        return
+    problem = _unusable(param, grad)
     if problem:
         found.problems.append(_Problem(rank, False, f"{_where(index, param)}: {problem}"))
     elif not isinstance(grad, DTensor) or not isinstance(param, DTensor) or same_spec(grad, param):
         found.pieces.append(_Piece(local, column))
     else:
         found.odd.append(_Odd(rank, index, tuple(grad.placements), tuple(local.shape), local.dtype))
+
+
+def _is_usual(param: Tensor, grad: Tensor) -> bool:
+    """Whether the gradient is a DTensor placed by its parameter's own object, as FSDP2 makes it: it counts as it is."""
+    return (
+        isinstance(param, DTensor)
+        and isinstance(grad, DTensor)
+        and spec_token(grad) is spec_token(param)
+        and not any(placement.is_partial() for placement in param.placements)
+    )
 
 
 def _unusable(param: Tensor, grad: Tensor) -> str:

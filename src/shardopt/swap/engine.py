@@ -40,7 +40,7 @@ class Clip:
     """
 
     factor: float
-    marks: list[tuple[int, int] | None]
+    marks: list[list[int]]
 
 
 class HostEngine:

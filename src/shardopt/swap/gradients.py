@@ -18,7 +18,7 @@ from shardopt.errors import PresentationError
 from shardopt.swap.held import Held
 from shardopt.swap.host_kernel import DtypeCode
 from shardopt.swap.spans import dense_strides
-from shardopt.torch_compat import gradients_of, local_shard, same_spec, shard_in_place, spec_token
+from shardopt.torch_compat import gradients_of, local_shard, same_spec, shard_in_place, spec_token, versions_of
 
 __all__ = ["Found", "Gradients"]
 
@@ -127,14 +127,15 @@ class Gradients:
             return local
         return torch.empty_strided(local.shape, strides, dtype=local.dtype).copy_(local)
 
-    def marks(self) -> list[tuple[int, int] | None]:
+    def marks(self) -> list[list[int]]:
         """What tells these gradients from others, and from themselves once they have been written to."""
-        marks: list[tuple[int, int] | None] = []
-        for grad in gradients_of(self._params):
-            local = local_shard(grad) if isinstance(grad, DTensor) else grad
-            # A DTensor and the tensor within count by themselves.
-            marks.append(None if grad is None or local is None else (local.data_ptr(), local._version + grad._version))
-        return marks
+        grads = gradients_of(self._params)
+        there = [grad for grad in grads if grad is not None]
+        parts = [local_shard(grad) if isinstance(grad, DTensor) else grad for grad in there]
+        missing = [index for index, grad in enumerate(grads) if grad is None]
+        # A sparse one has no address, and no step. A DTensor and the tensor within count by themselves.
+        places = [part.data_ptr() if part.layout == torch.strided else 0 for part in parts]
+        return [missing, places, versions_of(there), versions_of(parts)]
 
     def complete(self, found: Found) -> None:
         """Collective, where gradients are not placed like their parameters: brings them there, as torch's own does."""

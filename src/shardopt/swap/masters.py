@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardopt.swap.held import MASTER, REMAINDER, Held
+from shardopt.torch_compat import versions_of
 
 __all__ = ["Masters"]
 
@@ -35,9 +35,8 @@ class Masters:
         self._versions = self._now()
 
     def _now(self) -> list[int]:
-        return [
-            one.param._version + (one.shard._version if isinstance(one.param, DTensor) else 0) for one in self._held
-        ]
+        outer, inner = versions_of([one.param for one in self._held]), versions_of([one.shard for one in self._held])
+        return [a + b for a, b in zip(outer, inner, strict=True)]
 
     def note(self) -> None:
         """Takes the weights as they are for those that the masters belong to."""

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.swap.held import MASTER, MAX, MOMENTS, Held
 from shardopt.swap.host_kernel import ROW, DtypeCode, MasterKind, Table
-from shardopt.torch_compat import local_shard
 
 __all__ = ["StepTable"]
 
@@ -124,9 +123,13 @@ def _counters(held: Sequence[Held]) -> list[tuple[NDArray[np.float32], NDArray[n
 
 
 def _written(held: Held) -> list[Tensor]:
-    """What a step writes: a DTensor and the tensor within count by themselves."""
-    tensors = [held.param, *held.own.values()]
-    return [*tensors, *(local_shard(one) for one in tensors if isinstance(one, DTensor))]
+    """What a step writes, as users hold it.
+
+    A DTensor and the tensor within count by themselves. A parameter's shard may be in a graph; nobody has those of
+    state, and each counter costs cache misses.
+    """
+    inner = [held.shard] if isinstance(held.param, DTensor) else []
+    return [held.param, *inner, *held.own.values()]
 
 
 def _code(tensor: Tensor) -> DtypeCode:
