@@ -31,7 +31,31 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
     state is made with it, in memory of exactly that size, and stays there: steps and loads write into it, and no step
     allocates. ``state`` holds it under the names of ``torch.optim.AdamW``, as DTensors placed like their parameters, so
     the two load each other's state. Alone, a step that raises on one rank says nothing to the others; inside a
-    ``ShardedStateOptimizer`` all ranks step or none.
+    ``ShardedStateOptimizer`` all ranks step or none. Make it after ``fully_shard``.
+
+    Args:
+        params: as of any torch optimizer.
+        lr: a number, or a tensor of one element; read anew in every step, as everything in the groups.
+        betas: decays of the moments.
+        eps: added to the denominator.
+        weight_decay: decoupled.
+        amsgrad: whether maxima of the second moment are kept; a group that is made without cannot turn it on.
+        maximize: whether to go up.
+        moment_dtype: ``torch.float32``, or ``torch.bfloat16``, which is rounded at random, so that a moment decays
+            however small the change; the random bits depend on the seed, the step, the parameter and the element.
+        master: of bfloat16 parameters: ``"fp32"`` for their values in float32, ``"remainder16"`` for what bfloat16
+            lacks of them in 16 bits, exactly; None rounds every step to the nearest bfloat16.
+        pin_memory: whether the slabs are registered with CUDA. ``"auto"`` registers what is copied to a device,
+            which is nothing of parameters on the host.
+        chunk_bytes: for parameters on a GPU, which this version refuses.
+        device_budget_bytes: the same.
+        seed: of the random bits; the same on every rank, and in every run that continues this one.
+        num_threads: at most so many step; None takes the CPUs that this process may use, shared among the ranks of
+            this machine (``LOCAL_WORLD_SIZE``). ``OMP_NUM_THREADS`` has no say.
+
+    Raises:
+        PlacementError: a parameter is not on the host, or not of a kind that can be updated; all are listed.
+        ValueError, TypeError: an option is out of range.
     """
 
     # GradScaler asks by this name; the scale is folded into the step, which reads gradients once.
@@ -55,32 +79,6 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         seed: int = 0,
         num_threads: int | None = None,
     ) -> None:
-        """Makes the state of all parameters, after ``fully_shard``.
-
-        Args:
-            params: as of any torch optimizer.
-            lr: a number, or a tensor of one element; read anew in every step, as everything in the groups.
-            betas: decays of the moments.
-            eps: added to the denominator.
-            weight_decay: decoupled.
-            amsgrad: whether maxima of the second moment are kept; a group that is made without cannot turn it on.
-            maximize: whether to go up.
-            moment_dtype: ``torch.float32``, or ``torch.bfloat16``, which is rounded at random, so that a moment decays
-                however small the change; the random bits depend on the seed, the step, the parameter and the element.
-            master: of bfloat16 parameters: ``"fp32"`` for their values in float32, ``"remainder16"`` for what bfloat16
-                lacks of them in 16 bits, exactly; None rounds every step to the nearest bfloat16.
-            pin_memory: whether the slabs are registered with CUDA. ``"auto"`` registers what is copied to a device,
-                which is nothing of parameters on the host.
-            chunk_bytes: for parameters on a GPU, which this version refuses.
-            device_budget_bytes: the same.
-            seed: of the random bits; the same on every rank, and in every run that continues this one.
-            num_threads: at most so many step; None takes the CPUs that this process may use, shared among the ranks of
-                this machine (``LOCAL_WORLD_SIZE``). ``OMP_NUM_THREADS`` has no say.
-
-        Raises:
-            PlacementError: a parameter is not on the host, or not of a kind that can be updated; all are listed.
-            ValueError, TypeError: an option is out of range.
-        """
         _check_options(pin_memory, chunk_bytes, device_budget_bytes, seed, num_threads)
         self._engine = HostEngine(
             Keeps(moment_dtype=moment_dtype, master=master), pin=pin_memory is True, seed=seed, num_threads=num_threads

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from shardopt import PlacementError, PresentationError, ShardoptError, SwapAdamW
 from shardopt.errors import LoadError
 from shardopt.swap import engine
+from shardopt.torch_compat import spec_token
 from tests.unit.swap.swap_cases import state_of
 
 BF16 = torch.bfloat16
@@ -132,12 +133,15 @@ def test_maxima_cannot_be_turned_on_without_memory_for_them() -> None:
     ],
     ids=["plain", "double", "short"],
 )
-def test_gradients_that_cannot_be_used_are_refused_by_name(mesh: DeviceMesh, make: Any, message: str) -> None:
+@pytest.mark.parametrize("beside", [True, False], ids=["beside a plain one", "alone"])
+def test_gradients_that_cannot_be_used_are_refused_by_name(
+    mesh: DeviceMesh, make: Any, message: str, beside: bool
+) -> None:
     param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     other = ones(3)
     if hasattr(param, "grad_dtype"):
         param.grad_dtype = None
-    optimizer = SwapAdamW([("w", param), ("v", other)])
+    optimizer = SwapAdamW([("w", param), *[("v", other)] * beside])
     try:
         param.grad = make(mesh)
     except (RuntimeError, TypeError):
@@ -145,7 +149,7 @@ def test_gradients_that_cannot_be_used_are_refused_by_name(mesh: DeviceMesh, mak
     with pytest.raises(PresentationError, match=message):
         optimizer.step()
     assert torch.equal(other, torch.ones(3))
-    assert not any(tensor.any() for tensor in optimizer.state[other].values())
+    assert not any(tensor.any() for entries in optimizer.state.values() for tensor in entries.values())
 
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:
@@ -164,6 +168,21 @@ def test_a_gradient_placed_otherwise_is_brought_to_its_parameters_place(mesh: De
     ours.step()
     torchs.step()
     assert torch.allclose(param.to_local(), twin.to_local())
+
+
+def test_gradients_of_dtensors_in_another_order_of_memory_are_read_right(mesh: DeviceMesh) -> None:
+    values = torch.arange(24.0).reshape(6, 4)
+    param, twin = (nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)])) for _ in range(2))
+    ours, other = SwapAdamW([param]), SwapAdamW([twin])
+    # The same global tensor, in a shard that lies otherwise.
+    param.grad = DTensor.from_local(
+        values.t().contiguous().t(), mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
+    )
+    assert spec_token(param.grad) == spec_token(param)
+    twin.grad = distribute_tensor(values, mesh, [Shard(0)])
+    ours.step()
+    other.step()
+    assert torch.equal(param.to_local(), twin.to_local())
 
 
 def test_a_failure_in_the_kernel_lets_nobody_step_or_save_until_a_good_load(monkeypatch: pytest.MonkeyPatch) -> None:
