@@ -6,14 +6,14 @@
 
 namespace {
 
-// A float's square is exact in double, so only the order of additions counts: element i goes to sum i % 16, and the
+// A float's square is exact in double, so only the order of additions counts: element i goes to sum i % 32, and the
 // sums are added from the first to the last.
 template <class P, bool bf16>
 double sum_squares(const void *grad, std::int64_t numel) {
     typename P::Sums vectors = P::no_sums();
-    constexpr int parts = static_cast<int>(16 / P::lanes);
+    constexpr int parts = static_cast<int>(num_sums / P::lanes);
     std::int64_t i = 0;
-    for (; numel - i >= 16; i += 16)
+    for (; numel - i >= num_sums; i += num_sums)
         for (int part = 0; part < parts; ++part)
             P::add_squares(vectors, part, load<P, bf16>(grad, i + part * P::lanes));
     OneLane::Sums lanes;
