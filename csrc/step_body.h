@@ -130,7 +130,7 @@ void store_moment(const Span &b, void *to, std::int64_t i, typename P::V value) 
 template <class P, class F>
 typename P::V raise_max(const Span &b, std::int64_t i, typename P::V exp_avg_sq) {
     const typename P::V old = load<P, F::bf16_moments>(b.max_exp_avg_sq, i);
-    const typename P::V largest = (exp_avg_sq > old) | (exp_avg_sq != exp_avg_sq) ? exp_avg_sq : old;
+    const typename P::V largest = ((exp_avg_sq > old) | (exp_avg_sq != exp_avg_sq)) ? exp_avg_sq : old;
     // To nearest: a maximum of values that chance has raised would drift up.
     if constexpr (F::bf16_moments)
         store16<P>(b.max_exp_avg_sq, i, to_nearest<P>(largest));
