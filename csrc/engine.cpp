@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <cfenv>
 #include <cstring>
 #include <system_error>
 #include <thread>
@@ -52,8 +53,25 @@ Scalars scalars_of(const Hyper &hyper, double grad_scale) {
 
 enum class Order { forward, backward };
 
+// The default floating-point environment for as long as it lives. A thread inherits its creator's, in which
+// torch.set_flush_denormal may have turned subnormal numbers off; that would change bits.
+class DefaultFloats {
+  public:
+    DefaultFloats() {
+        std::fegetenv(&before_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultFloats() { std::fesetenv(&before_); }
+    DefaultFloats(const DefaultFloats &) = delete;
+    DefaultFloats &operator=(const DefaultFloats &) = delete;
+
+  private:
+    std::fenv_t before_;
+};
+
 template <class Work>
 void run_share(const Plan &plan, std::size_t share, Order order, const Work &work) {
+    const DefaultFloats floats;
     const std::size_t first = plan.shares[share], end = plan.shares[share + 1];
     for (std::size_t block = first; block < end; ++block)
         work(order == Order::forward ? block : first + end - 1 - block);
