@@ -20,7 +20,6 @@ struct Avx2 {
     static V floats(U bits) { return (V)bits; }
     static U splat_bits(std::uint32_t bits) { return (U)_mm256_set1_epi32(static_cast<int>(bits)); }
     static U load32(const std::uint32_t *from) { return (U)_mm256_loadu_si256((const __m256i *)from); }
-    static void store32(std::uint32_t *to, U bits) { _mm256_storeu_si256((__m256i *)to, (__m256i)bits); }
     static U load16(const std::uint16_t *from) {
         return (U)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
     }
@@ -34,21 +33,20 @@ struct Avx2 {
     static constexpr std::uintptr_t stream_bytes = 16;
     static void stream16(std::uint16_t *to, U halves) { _mm_stream_si128((__m128i *)to, packed(halves)); }
     static void fence() { _mm_sfence(); }
-    static U iota() { return U{0, 1, 2, 3, 4, 5, 6, 7}; }
-    // Even and odd lanes apart: their products are 64 bits wide.
-    static void multiply(U a, std::uint32_t b, U &high, U &low) {
-        const __m256i factor = _mm256_set1_epi32(static_cast<int>(b));
-        const __m256i even = _mm256_mul_epu32((__m256i)a, factor);
-        const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), factor);
-        high = (U)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
-        low = (U)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+    typedef std::uint64_t W __attribute__((vector_size(32)));
+    static constexpr int word_lanes = 4;
+    static W splat_words(std::uint32_t value) { return (W)_mm256_set1_epi64x(value); }
+    static W every_second(std::uint32_t first) { return splat_words(first) + W{0, 2, 4, 6}; }
+    static W multiply(W a, std::uint32_t b) { return (W)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(b)); }
+    static void store_words(std::uint32_t *to, W even, W odd) {
+        _mm256_storeu_si256((__m256i *)to, _mm256_blend_epi32((__m256i)even, (__m256i)(odd << 32), 0xAA));
     }
     struct Sums {
-        __m256d sums[4];
+        __m256d sums[8];
     };
     static Sums no_sums() {
         const __m256d zero = _mm256_setzero_pd();
-        return {{zero, zero, zero, zero}};
+        return {{zero, zero, zero, zero, zero, zero, zero, zero}};
     }
     static void add_squares(Sums &to, int vector, V value) {
         const __m256d first = _mm256_cvtps_pd(_mm256_castps256_ps128(value));
@@ -57,7 +55,7 @@ struct Avx2 {
         to.sums[2 * vector + 1] = _mm256_fmadd_pd(second, second, to.sums[2 * vector + 1]);
     }
     static void store_sums(const Sums &from, double *sums) {
-        for (int quarter = 0; quarter < 4; ++quarter) _mm256_storeu_pd(sums + 4 * quarter, from.sums[quarter]);
+        for (int i = 0; i < 8; ++i) _mm256_storeu_pd(sums + 4 * i, from.sums[i]);
     }
 };
 

@@ -23,7 +23,6 @@ struct Avx512 {
     static V floats(U bits) { return (V)bits; }
     static U splat_bits(std::uint32_t bits) { return (U)_mm512_set1_epi32(static_cast<int>(bits)); }
     static U load32(const std::uint32_t *from) { return (U)_mm512_loadu_si512(from); }
-    static void store32(std::uint32_t *to, U bits) { _mm512_storeu_si512(to, (__m512i)bits); }
     static U load16(const std::uint16_t *from) {
         return (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
     }
@@ -38,29 +37,30 @@ struct Avx512 {
         _mm256_stream_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)halves));
     }
     static void fence() { _mm_sfence(); }
-    static U iota() { return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-    // Even and odd lanes apart: their products are 64 bits wide.
-    static void multiply(U a, std::uint32_t b, U &high, U &low) {
-        const __m512i factor = _mm512_set1_epi32(static_cast<int>(b));
-        const __m512i even = _mm512_mul_epu32((__m512i)a, factor);
-        const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), factor);
-        high = (U)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
-        low = (U)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+    typedef std::uint64_t W __attribute__((vector_size(64)));
+    static constexpr int word_lanes = 8;
+    static W splat_words(std::uint32_t value) { return (W)_mm512_set1_epi64(value); }
+    static W every_second(std::uint32_t first) { return splat_words(first) + W{0, 2, 4, 6, 8, 10, 12, 14}; }
+    static W multiply(W a, std::uint32_t b) { return (W)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(b)); }
+    static void store_words(std::uint32_t *to, W even, W odd) {
+        _mm512_storeu_si512(to, _mm512_mask_blend_epi32(0xAAAA, (__m512i)even, (__m512i)(odd << 32)));
     }
     struct Sums {
-        __m512d sums[2];
+        __m512d sums[4];
     };
-    static Sums no_sums() { return {{_mm512_setzero_pd(), _mm512_setzero_pd()}}; }
-    static void add_squares(Sums &to, int, V value) {
+    static Sums no_sums() {
+        const __m512d zero = _mm512_setzero_pd();
+        return {{zero, zero, zero, zero}};
+    }
+    static void add_squares(Sums &to, int vector, V value) {
         const __m512i halves = _mm512_castps_si512(value);
         const __m512d first = _mm512_cvtps_pd(_mm256_castsi256_ps(_mm512_castsi512_si256(halves)));
         const __m512d second = _mm512_cvtps_pd(_mm256_castsi256_ps(_mm512_extracti64x4_epi64(halves, 1)));
-        to.sums[0] = _mm512_fmadd_pd(first, first, to.sums[0]);
-        to.sums[1] = _mm512_fmadd_pd(second, second, to.sums[1]);
+        to.sums[2 * vector] = _mm512_fmadd_pd(first, first, to.sums[2 * vector]);
+        to.sums[2 * vector + 1] = _mm512_fmadd_pd(second, second, to.sums[2 * vector + 1]);
     }
     static void store_sums(const Sums &from, double *sums) {
-        _mm512_storeu_pd(sums, from.sums[0]);
-        _mm512_storeu_pd(sums + 8, from.sums[1]);
+        for (int i = 0; i < 4; ++i) _mm512_storeu_pd(sums + 8 * i, from.sums[i]);
     }
 };
 

@@ -6,14 +6,14 @@
 
 namespace {
 
-// A float's square is exact in double, so only the order of additions counts: element i goes to sum i % 16, and the
+// A float's square is exact in double, so only the order of additions counts: element i goes to sum i % 32, and the
 // sums are added from the first to the last.
 template <class P, bool bf16>
 double sum_squares(const void *grad, std::int64_t numel) {
     typename P::Sums vectors = P::no_sums();
-    constexpr int parts = static_cast<int>(16 / P::lanes);
+    constexpr int parts = static_cast<int>(num_sums / P::lanes);
     std::int64_t i = 0;
-    for (; numel - i >= 16; i += 16)
+    for (; numel - i >= num_sums; i += num_sums)
         for (int part = 0; part < parts; ++part)
             P::add_squares(vectors, part, load<P, bf16>(grad, i + part * P::lanes));
     OneLane::Sums lanes;
@@ -32,14 +32,14 @@ double sum_of_squares(const void *grad, bool bf16, std::int64_t numel) {
 template <class P, int batch>
 std::int64_t probe_lanes(const Span &span, std::int64_t first) {
     const Span b = span;
-    const typename P::V half = P::splat(0.5f);
+    const typename P::V zero = P::splat(0.0f);  // every buffer keeps its finite values
     void *const written[3] = {b.exp_avg, b.exp_avg_sq, b.param};
     std::int64_t i = first;
     for (; b.numel - i >= batch * P::lanes; i += batch * P::lanes) {
         typename P::V grad[batch], value[batch];
         for (int k = 0; k < batch; ++k) grad[k] = load<P, false>(b.grad, i + k * P::lanes);
         for (void *buffer : written) {
-            for (int k = 0; k < batch; ++k) value[k] = P::fma(load<P, false>(buffer, i + k * P::lanes), half, grad[k]);
+            for (int k = 0; k < batch; ++k) value[k] = P::fma(grad[k], zero, load<P, false>(buffer, i + k * P::lanes));
             for (int k = 0; k < batch; ++k) store32<P>(buffer, i + k * P::lanes, value[k]);
         }
     }

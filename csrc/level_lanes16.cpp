@@ -37,7 +37,6 @@ struct SixteenLanes {
     static V floats(U bits) { return (V)bits; }
     static U splat_bits(std::uint32_t bits) { return bits + U{}; }
     static U load32(const std::uint32_t *from) { return read<U>(from); }
-    static void store32(std::uint32_t *to, U bits) { __builtin_memcpy(to, &bits, sizeof bits); }
     static U load16(const std::uint16_t *from) { return __builtin_convertvector(read<Halves>(from), U); }
     static U load_signed16(const std::int16_t *from) {
         return (U) __builtin_convertvector(read<SignedHalves>(from), I);
@@ -49,18 +48,19 @@ struct SixteenLanes {
     static constexpr std::uintptr_t stream_bytes = 2;
     static void stream16(std::uint16_t *to, U halves) { store16(to, halves); }
     static void fence() {}
-    static U iota() { return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-    static void multiply(U a, std::uint32_t b, U &high, U &low) {
-        for (int lane = 0; lane < 16; ++lane) {
-            const std::uint64_t product = std::uint64_t{a[lane]} * b;
-            high[lane] = static_cast<std::uint32_t>(product >> 32);
-            low[lane] = static_cast<std::uint32_t>(product);
-        }
+    typedef std::uint64_t W __attribute__((vector_size(64)));
+    static constexpr int word_lanes = 8;
+    static W splat_words(std::uint32_t value) { return std::uint64_t{value} + W{}; }
+    static W every_second(std::uint32_t first) { return splat_words(first) + W{0, 2, 4, 6, 8, 10, 12, 14}; }
+    static W multiply(W a, std::uint32_t b) { return (a & 0xFFFFFFFFu) * std::uint64_t{b}; }
+    static void store_words(std::uint32_t *to, W even, W odd) {
+        const W both = (even & 0xFFFFFFFFu) | (odd << 32);
+        __builtin_memcpy(to, &both, sizeof both);
     }
     using Sums = OneLane::Sums;
     static Sums no_sums() { return {}; }
-    static void add_squares(Sums &to, int, V value) {
-        for (int lane = 0; lane < 16; ++lane) OneLane::add_squares(to, lane, value[lane]);
+    static void add_squares(Sums &to, int vector, V value) {
+        for (int lane = 0; lane < 16; ++lane) OneLane::add_squares(to, 16 * vector + lane, value[lane]);
     }
     static void store_sums(const Sums &from, double *sums) { OneLane::store_sums(from, sums); }
 };

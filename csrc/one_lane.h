@@ -5,6 +5,9 @@
 
 namespace {
 
+// So many that additions to one need not wait for each other.
+constexpr int num_sums = 32;
+
 struct OneLane {
     using V = float;
     using U = std::uint32_t;
@@ -28,7 +31,6 @@ struct OneLane {
     }
     static U splat_bits(std::uint32_t bits) { return bits; }
     static U load32(const std::uint32_t *from) { return *from; }
-    static void store32(std::uint32_t *to, U bits) { *to = bits; }
     // Zero- and sign-extended.
     static U load16(const std::uint16_t *from) { return *from; }
     static U load_signed16(const std::int16_t *from) { return static_cast<U>(static_cast<I>(*from)); }
@@ -39,23 +41,29 @@ struct OneLane {
     static void stream16(std::uint16_t *to, U halves) { store16(to, halves); }
     // Orders what stream16 wrote before whatever follows.
     static void fence() {}
-    // 0, 1, ... lanes - 1.
-    static U iota() { return 0; }
-    static void multiply(U a, std::uint32_t b, U &high, U &low) {
-        const std::uint64_t product = std::uint64_t{a} * b;
-        high = static_cast<U>(product >> 32);
-        low = static_cast<U>(product);
+    // Lanes of 64 bits; see words_body.h.
+    using W = std::uint64_t;
+    static constexpr int word_lanes = 1;
+    static W splat_words(std::uint32_t value) { return value; }
+    // first, first + 2, first + 4, ...
+    static W every_second(std::uint32_t first) { return first; }
+    // Of lower halves; all 64 bits of each product.
+    static W multiply(W a, std::uint32_t b) { return W{static_cast<std::uint32_t>(a)} * b; }
+    // Lower halves, by turns of one and of the other.
+    static void store_words(std::uint32_t *to, W even, W odd) {
+        to[0] = static_cast<std::uint32_t>(even);
+        to[1] = static_cast<std::uint32_t>(odd);
     }
-    // Sixteen sums in double; lane i of vector n belongs to sum n * lanes + i.
+    // Sums in double; lane i of vector n belongs to sum n * lanes + i.
     struct Sums {
-        double sums[16];
+        double sums[num_sums];
     };
     static Sums no_sums() { return {}; }
     static void add_squares(Sums &to, int vector, V value) {
         to.sums[vector] += static_cast<double>(value) * static_cast<double>(value);
     }
     static void store_sums(const Sums &from, double *sums) {
-        for (int sum = 0; sum < 16; ++sum) sums[sum] = from.sums[sum];
+        for (int sum = 0; sum < num_sums; ++sum) sums[sum] = from.sums[sum];
     }
 };
 

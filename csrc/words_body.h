@@ -20,56 +20,56 @@ constexpr std::int64_t group_elements = 64;
 std::uint32_t low_half(std::uint64_t value) { return static_cast<std::uint32_t>(value); }
 std::uint32_t high_half(std::uint64_t value) { return static_cast<std::uint32_t>(value >> 32); }
 
-// `parts` vectors of counters at a time, words a, b, c and d of each; in place.
-template <class P, int parts>
-void philox(typename P::U (&a)[parts], typename P::U (&b)[parts], typename P::U (&c)[parts], typename P::U (&d)[parts],
-            std::uint32_t key0, std::uint32_t key1) {
-    for (int round = 0; round < 10; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u)
-        for (int part = 0; part < parts; ++part) {
-            typename P::U high_a, low_a, high_c, low_c;
-            P::multiply(a[part], 0xD2511F53u, high_a, low_a);
-            P::multiply(c[part], 0xCD9E8D57u, high_c, low_c);
-            a[part] = high_c ^ b[part] ^ P::splat_bits(key0);
-            b[part] = low_c;
-            c[part] = high_a ^ d[part] ^ P::splat_bits(key1);
-            d[part] = low_a;
-        }
-}
+// Counters of four words, in place; two vectors of counters at a time, for one's arithmetic to fill the other's waits.
+// Words lie in lanes of 64 bits whose upper halves hold anything: the products of lower halves are what counts.
+template <class P>
+struct Counters {
+    typename P::W a[2], b[2], c[2], d[2];
+
+    void draw(std::uint32_t key0, std::uint32_t key1) {
+        for (int round = 0; round < 10; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u)
+            for (int part = 0; part < 2; ++part) {
+                const typename P::W from_a = P::multiply(a[part], 0xD2511F53u);
+                const typename P::W from_c = P::multiply(c[part], 0xCD9E8D57u);
+                a[part] = (from_c >> 32) ^ b[part] ^ P::splat_words(key0);
+                b[part] = from_c;
+                c[part] = (from_a >> 32) ^ d[part] ^ P::splat_words(key1);
+                d[part] = from_a;
+            }
+    }
+};
 
 struct Key {
     std::uint32_t key[2];
     std::uint32_t upper[2];
 
     explicit Key(const RandomStream &from) {
-        std::uint32_t a[1] = {low_half(from.stream)}, b[1] = {high_half(from.stream)};
-        std::uint32_t c[1] = {low_half(from.step)}, d[1] = {high_half(from.step)};
-        philox<OneLane, 1>(a, b, c, d, low_half(from.seed), high_half(from.seed));
-        key[0] = a[0];
-        key[1] = b[0];
-        upper[0] = c[0];
-        upper[1] = d[0];
+        Counters<OneLane> one = {{from.stream}, {from.stream >> 32}, {from.step}, {from.step >> 32}};
+        one.draw(low_half(from.seed), high_half(from.seed));
+        key[0] = low_half(one.a[0]);
+        key[1] = low_half(one.b[0]);
+        upper[0] = low_half(one.c[0]);
+        upper[1] = low_half(one.d[0]);
     }
 };
 
 template <class P>
 void random_group(const Key &key, std::int64_t group, std::uint32_t *words) {
-    constexpr int parts = static_cast<int>(16 / P::lanes);
     const std::uint64_t counter = static_cast<std::uint64_t>(group) * 16;
-    typename P::U a[parts], b[parts], c[parts], d[parts];
-    for (int part = 0; part < parts; ++part) {
-        // The lowest four bits of `counter` are zero, so what is added never carries.
-        a[part] = P::iota() + P::splat_bits(low_half(counter) + static_cast<std::uint32_t>(part * P::lanes));
-        b[part] = P::splat_bits(high_half(counter));
-        c[part] = P::splat_bits(key.upper[0]);
-        d[part] = P::splat_bits(key.upper[1]);
-    }
-    philox<P, parts>(a, b, c, d, key.key[0], key.key[1]);
-    for (int part = 0; part < parts; ++part) {
-        std::uint32_t *const to = words + part * P::lanes;
-        P::store32(to, a[part]);
-        P::store32(to + 16, b[part]);
-        P::store32(to + 32, c[part]);
-        P::store32(to + 48, d[part]);
+    // The lowest four bits of `counter` are zero, so what is added to its lower half never carries.
+    for (std::uint32_t first = 0; first < 16; first += 2 * P::word_lanes) {
+        Counters<P> draws;
+        for (int part = 0; part < 2; ++part) {
+            draws.a[part] = P::every_second(low_half(counter) + first + static_cast<std::uint32_t>(part));
+            draws.b[part] = P::splat_words(high_half(counter));
+            draws.c[part] = P::splat_words(key.upper[0]);
+            draws.d[part] = P::splat_words(key.upper[1]);
+        }
+        draws.draw(key.key[0], key.key[1]);
+        P::store_words(words + first, draws.a[0], draws.a[1]);
+        P::store_words(words + first + 16, draws.b[0], draws.b[1]);
+        P::store_words(words + first + 32, draws.c[0], draws.c[1]);
+        P::store_words(words + first + 48, draws.d[0], draws.d[1]);
     }
 }
 

@@ -176,6 +176,22 @@ def test_extreme_values_agree_with_scalar(isa: str, moments: torch.dtype) -> Non
         assert torch.equal(tensor.signbit() & ~tensor.isnan(), expected[name].signbit() & ~tensor.isnan()), name
 
 
+def test_bits_do_not_depend_on_whether_torch_flushes_subnormals() -> None:
+    # The moments stay subnormal, on this thread and on the others, which inherit its settings.
+    tiny = Buffers(**{name: torch.full((BIG,), 3e-39) for name in ("param", "grad", "exp_avg", "exp_avg_sq")})
+    expected = stepped(tiny, "scalar")
+    for isa in available_isas():
+        got = tiny.clone()
+        assert torch.set_flush_denormal(True)
+        try:
+            adamw_rows(rows_of([got]), hypers_of(), seed=3, num_threads=3, isa=isa)
+            assert torch.tensor(3e-39).mul(0.5).item() == 0.0  # as it was before the call
+        finally:
+            torch.set_flush_denormal(False)
+        assert_same_bits(got, expected)
+    assert expected.exp_avg[0] > 0
+
+
 def test_the_gil_is_free_while_the_kernel_runs() -> None:
     """A half-done step can only be seen by a thread that runs during it."""
     numel = 4_000_000
