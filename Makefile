@@ -62,6 +62,7 @@ bench: .venv/.installed
 	.venv/bin/python benchmarks/consensus.py
 	.venv/bin/python benchmarks/checkpoint.py
 	.venv/bin/python benchmarks/host_kernel.py
+	.venv/bin/python benchmarks/swap.py
 
 # State written by either torch is read by the other.
 cross: .venv/.installed $(COMPAT)/.installed

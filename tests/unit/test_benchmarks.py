@@ -68,6 +68,19 @@ def test_host_kernel(tmp_path: Path) -> None:
     assert output.count("times the speed of") == 4
 
 
+@pytest.mark.slow
+def test_swap(tmp_path: Path) -> None:
+    sizes = ("--tensors", "3", "--rows", "5", "--columns", "2", "--steps", "3", "--block", "2")
+    output, lines = run_benchmark("swap.py", *sizes, out=tmp_path / "swap.jsonl")
+    assert [line["config"]["ranks"] for line in lines] == [1, 2]
+    for line in lines:
+        check_conditions(line)
+        assert set(line["samples"]) == {"fused", "swap", "wrapped", "clip + fused", "clip + swap"}
+        assert all(len(times) == 3 and min(times) > 0 for times in line["samples"].values())
+        assert line["config"]["slab per moments"] == 1
+    assert output.count("fused / swap") == output.count("slab / moments") == 2
+
+
 def test_consensus(tmp_path: Path) -> None:
     sizes = ("--tensors", "3", "--rows", "5", "--columns", "2", "--steps", "3", "--block", "2")
     output, lines = run_benchmark("consensus.py", *sizes, out=tmp_path / "consensus.jsonl")
