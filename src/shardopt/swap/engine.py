@@ -8,6 +8,7 @@ from operator import is_
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -37,10 +38,12 @@ class Clip:
     Attributes:
         factor: to multiply them with.
         marks: tell whether they are still those that it was worked out for.
+        witness: the smallest of them; kept, since freed memory may be that of the next gradients.
     """
 
     factor: float
     marks: list[list[int]]
+    witness: Tensor | None
 
 
 class HostEngine:
@@ -76,6 +79,8 @@ class HostEngine:
         """At most so many threads step; None leaves it to the CPUs that this process may use."""
         return self._threads
 
+    # What is made in inference mode no step could write to.
+    @torch.inference_mode(False)
     def add(self, named: Sequence[tuple[str, Tensor, bool]], groups: Groups, state: State) -> None:
         """Makes the state of new parameters, which are in the groups already: all of it, or none.
 
@@ -244,7 +249,9 @@ class HostEngine:
             )
         _refuse_numbers(groups)
         found = self.gradients.look()
-        if self.clip is not None and self.clip.marks != self.gradients.marks():
+        if self.clip is not None and (
+            self.clip.witness is not self.gradients.witness() or self.clip.marks != self.gradients.marks()
+        ):
             raise PresentationError(
                 "gradients have changed since clip_grad_norm_, whose factor is for the step of the very gradients it "
                 "has read. Call it after the last backward pass, right before the step; zero_grad() drops the factor."

@@ -68,7 +68,7 @@ def fit_step(held: Held, value: object) -> Fill | str:
         return f"state 'step' is a {type(value).__name__}; expected one number"
     if not 0 <= number < float("inf") or number != int(number):
         return f"state 'step' is {number!r}; expected a number of steps"
-    return held.own[STEP], torch.tensor(float(number), dtype=torch.float32)
+    return held.own[STEP], torch.tensor(float(number), dtype=torch.float32, device="cpu")
 
 
 def missing_masters(held: Held, given: Mapping[str, Any]) -> list[Fill]:

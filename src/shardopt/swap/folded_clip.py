@@ -33,7 +33,7 @@ def fold_clip(engine: HostEngine, max_norm: float, norm_type: float, *, error_if
         norms=lambda tensors, order: _norms(tensors, order, engine.num_threads),
         error_if_nonfinite=error_if_nonfinite,
     )
-    engine.clip = Clip(factor, engine.gradients.marks())
+    engine.clip = Clip(factor, engine.gradients.marks(), engine.gradients.witness())
     return total
 
 

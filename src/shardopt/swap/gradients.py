@@ -51,6 +51,7 @@ class Gradients:
         self._row_major = all(one.shard.is_contiguous() for one in held)
         # What a gradient has that is placed like its parameter: FSDP2 gives it the parameter's own spec.
         self._specs = [spec_token(param) if isinstance(param, DTensor) else None for param in self._params]
+        self._smallest_first = sorted(range(len(held)), key=lambda index: held[index].shard.numel())
         self._sharded = bool(held) and all(isinstance(param, DTensor) for param in self._params)
 
     def look(self) -> Found:
@@ -125,7 +126,11 @@ class Gradients:
         strides = self._strides[index]
         if all(size < 2 or a == b for size, a, b in zip(local.shape, local.stride(), strides, strict=True)):
             return local
-        return torch.empty_strided(local.shape, strides, dtype=local.dtype).copy_(local)
+        return torch.empty_strided(local.shape, strides, dtype=local.dtype, device="cpu").copy_(local)
+
+    def witness(self) -> Tensor | None:
+        """The smallest gradient there is. Who keeps it can tell it from any later one, which an address may not."""
+        return next((grad for index in self._smallest_first if (grad := self._params[index].grad) is not None), None)
 
     def marks(self) -> list[list[int]]:
         """What tells these gradients from others, and from themselves once they have been written to."""

@@ -80,12 +80,12 @@ class Slabs:
         sizes = [numel * item for (numel, _), item in zip(wanted, items, strict=True)]
         starts, nbytes = plan_pieces(sizes, items)
         if nbytes == 0:
-            return [torch.empty(0, dtype=dtype) for _, dtype in wanted]
+            return [_empty(dtype) for _, dtype in wanted]
         mapping = self._map(nbytes)
         self.nbytes += nbytes
         # A storage for each: saving or copying one tensor takes its own bytes along, not the slab's.
         return [
-            torch.frombuffer(mapping, dtype=dtype, count=numel, offset=start) if numel else torch.empty(0, dtype=dtype)
+            torch.frombuffer(mapping, dtype=dtype, count=numel, offset=start) if numel else _empty(dtype)
             for start, (numel, dtype) in zip(starts, wanted, strict=True)
         ]
 
@@ -118,6 +118,11 @@ class Slabs:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _empty(dtype: torch.dtype) -> Tensor:
+    # On the host whatever the default device is.
+    return torch.empty(0, dtype=dtype, device="cpu")
 
 
 def _advise_huge_pages(mapping: _Mapping) -> None:

@@ -28,8 +28,8 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
     """AdamW for parameters on the host, DTensors or plain tensors, in float32 or bfloat16.
 
     One pass over memory per step, in C++, with the same bits on every CPU, for any number of threads and of ranks. Its
-    state is made with it, in memory of exactly that size, and stays there: steps and loads write into it, and no step
-    allocates. ``state`` holds it under the names of ``torch.optim.AdamW``, as DTensors placed like their parameters, so
+    state is made with it, in memory of exactly that size, and stays there: steps and loads write into it and make no
+    other. ``state`` holds it under the names of ``torch.optim.AdamW``, as DTensors placed like their parameters, so
     the two load each other's state. Alone, a step that raises on one rank says nothing to the others; inside a
     ``ShardedStateOptimizer`` all ranks step or none. Make it after ``fully_shard``.
 

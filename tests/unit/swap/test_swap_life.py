@@ -260,3 +260,24 @@ def test_the_memory_goes_with_the_optimizer() -> None:
     del optimizer
     assert [ref() for ref in watched] == [None, None]
     assert kept.isfinite().all()
+
+
+def test_neither_inference_mode_nor_a_default_device_changes_where_state_is_made() -> None:
+    full, empty = ones(3), ones(0)
+    with torch.inference_mode(), torch.device("meta"):
+        optimizer = SwapAdamW([full, empty])
+        saved = optimizer.state_dict()
+    with torch.device("meta"):
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+    assert all(tensor.device.type == "cpu" and not tensor.is_inference() for tensor in state_of(optimizer))
+    assert moved(full)
+
+
+def test_a_slab_that_cannot_be_pinned_is_a_warning_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.warns(RuntimeWarning, match="stays in pageable memory"):
+        optimizer = SwapAdamW([ones(3)], pin_memory=True)
+    optimizer.step()
+    # Of parameters on the host nothing is copied to a device.
+    SwapAdamW([ones(3)], pin_memory="auto")
