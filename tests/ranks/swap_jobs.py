@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardopt
@@ -293,15 +293,15 @@ def _equal(left: Any, right: Any) -> bool:
     return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
 
 
-def kernel_failure_job(directory: str) -> list[tuple[str, str]]:
-    """The kernel fails on rank 1 after it may have written; steps and saves are refused, and a load mends it."""
+def kernel_failure_job(directory: str, failure: type[Exception]) -> list[tuple[str, str]]:
+    """The kernel fails on rank 1, where others step; steps and saves are refused, and a load mends it."""
     model, optimizer = make("fsdp", "plain")
     train(model, optimizer, 2)
     dcp.save({"model": model, "optim": optimizer}, checkpoint_id=directory)
     set_gradients(model, 2)
     genuine = engine.adamw_rows
     if dist.get_rank() == 1:
-        engine.adamw_rows = lambda *args, **options: _raise(OSError("half way"))  # type: ignore[assignment]
+        engine.adamw_rows = lambda *args, **options: _raise(failure("half way"))  # type: ignore[assignment]
     found: list[tuple[str, str]] = []
     try:
         for attempt in (
@@ -346,6 +346,26 @@ def soak_job() -> tuple[list[str], int]:
     gc.collect()
     # Opened around every step of any torch optimizer.
     return [name for name in sorted(ops.seen) if "profiler" not in name], len(gc.get_objects()) - before
+
+
+def partial_job(bad: int) -> tuple[str, list[float]]:
+    """A replicated parameter whose gradient arrives as halves of a sum; on rank ``bad`` it arrives whole."""
+    mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Module()
+    model.scale = nn.Parameter(distribute_tensor(torch.ones(5), mesh, [Replicate()]))
+    optimizer = ShardedStateOptimizer(SwapAdamW(model.parameters(), lr=0.1), model)
+    half = torch.arange(5.0) / 2
+    whole = dist.get_rank() == bad
+    model.scale.grad = DTensor.from_local(
+        half * 2 if whole else half, mesh, [Replicate() if whole else Partial()], run_check=False
+    )
+    text = ""
+    try:
+        optimizer.step()
+    except shardopt.RankFailureError as error:
+        text = str(error)
+    (entries,) = optimizer.state.values()
+    return text, entries["exp_avg"].to_local().tolist()
 
 
 def seeds_job() -> str:

@@ -26,7 +26,7 @@ def alone(ranks: RankPool, job: Any, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_the_same_bits_on_every_layout_as_in_one_process(ranks: RankPool, kind: str) -> None:
+def test_the_same_bits_on_every_layout_as_in_one_process_G21(ranks: RankPool, kind: str) -> None:
     wanted = alone(ranks, jobs.train_job, "plain", kind, False, LEVEL, 1)
     assert len(wanted) > 100
     for number, (topology, size) in enumerate(LAYOUTS):
@@ -147,10 +147,14 @@ def test_a_gradient_that_one_rank_refuses_stops_all_before_anything_is_written(r
         assert moved
 
 
-def test_a_kernel_that_fails_on_one_rank_poisons_until_a_good_load(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks.run(2, jobs.kernel_failure_job, str(tmp_path / "good"))
+# What the kernel refuses is a ValueError, before it writes anything; but the other ranks have stepped.
+@pytest.mark.parametrize("failure", [OSError, ValueError])
+def test_a_kernel_that_fails_on_one_rank_poisons_until_a_good_load(
+    ranks: RankPool, tmp_path: Path, failure: type[Exception]
+) -> None:
+    first, second = ranks.run(2, jobs.kernel_failure_job, str(tmp_path / "good"), failure)
     assert first[0] == ("nothing", "")
-    assert second[0] == ("OSError", "half way")
+    assert second[0] == (failure.__name__, "half way")
     for _, again, save in (first, second):
         assert "half way" in again[1]
         assert save[0] != "nothing"
@@ -160,6 +164,15 @@ def test_a_step_dispatches_nothing_and_leaves_no_objects_behind_G14_G15(ranks: R
     for ops, grown in ranks.run(2, jobs.soak_job):
         assert ops == []
         assert grown < 50
+
+
+def test_partial_gradients_are_summed_up_if_all_ranks_have_them_and_else_refused_by_all(ranks: RankPool) -> None:
+    for text, moment in ranks.run(2, jobs.partial_job, -1):
+        assert text == ""
+        assert torch.allclose(torch.tensor(moment), 0.1 * torch.arange(5.0))
+    for text, moment in ranks.run(2, jobs.partial_job, 1):
+        assert "scale: its gradient, placed unlike the parameter" in text
+        assert moment == [0.0] * 5
 
 
 def test_ranks_that_differ_in_the_seed_are_told_so(ranks: RankPool) -> None:

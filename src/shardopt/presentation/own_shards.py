@@ -12,7 +12,9 @@ from torch import Tensor
 from shardopt.errors import PresentationError
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.dtensor import DTensorPresentation
-from shardopt.presentation.presentation import Ready
+from shardopt.presentation.ownership import Balance
+from shardopt.presentation.presentation import Agree, Ready
+from shardopt.scope import Scope
 
 __all__ = ["OwnShardsPresentation", "TakesShards"]
 
@@ -68,6 +70,11 @@ class OwnShardsPresentation(DTensorPresentation):
         if not isinstance(inner, TakesShards):
             raise PresentationError(f"{type(inner).__name__} does not take shards by itself.")
         self._own: TakesShards = inner
+        self._is_alone = True
+
+    def join(self, scope: Scope, balance: Balance, agree: Agree) -> None:
+        """Notes whether other ranks step too."""
+        self._is_alone = scope.size == 1
 
     def check_new(self, tracked: Sequence[Tracked]) -> None:
         """Nothing: the optimizer has checked parameters and made their state."""
@@ -94,7 +101,8 @@ class OwnShardsPresentation(DTensorPresentation):
         try:
             return super().step(ready, closure, amp)
         finally:
-            self.has_written = self._own.has_written
+            # Where the optimizer has refused its step, other ranks have made theirs.
+            self.has_written = self._own.has_written or not self._is_alone
 
     def release(self) -> None:
         """Gives gradients back."""

@@ -225,7 +225,7 @@ def test_a_load_of_the_optimizers_own_state_in_another_order_takes_no_value_twic
     assert same_bits(state_of(optimizer), [*held[3:], *held[:3]])
 
 
-def test_a_load_keeps_nothing_of_what_it_read_F3() -> None:
+def test_a_load_keeps_nothing_of_what_it_read_F1_F3() -> None:
     optimizer = SwapAdamW([nn.Parameter(torch.ones(1000))])
     saved = copy.deepcopy(optimizer.state_dict())
     watched = [weakref.ref(value) for value in saved["state"][0].values()]
