@@ -19,7 +19,7 @@ help:
 	@echo "make format    let ruff and clang-format rewrite the sources"
 	@echo "make compat    the tests on another torch, TORCH=$(TORCH)"
 	@echo "make cross     state written by torch $(DEV_TORCH) and by TORCH=$(TORCH), read by the other"
-	@echo "make bench     benchmarks of steps, of their checks, and of checkpoints"
+	@echo "make bench     benchmarks of steps, of their checks, of checkpoints, and of the host kernel"
 	@echo "make clean     remove environments and build folders"
 
 .venv/.installed: $(BUILD_INPUTS)
@@ -61,6 +61,8 @@ bench: .venv/.installed
 	.venv/bin/python benchmarks/memory.py
 	.venv/bin/python benchmarks/consensus.py
 	.venv/bin/python benchmarks/checkpoint.py
+	.venv/bin/python benchmarks/host_kernel.py
+	.venv/bin/python benchmarks/swap.py
 
 # State written by either torch is read by the other.
 cross: .venv/.installed $(COMPAT)/.installed

@@ -1,60 +1,114 @@
-// The Python module shardopt._host: checks buffers, releases the GIL, calls the level asked for.
+// The Python module shardopt._host: takes tables as bytes, checks them, releases the GIL, runs the level asked for.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstddef>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <vector>
 
+#include "check.h"
 #include "dispatch.h"
+#include "engine.h"
 
 namespace nb = nanobind;
 
 namespace {
 
-using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using ConstFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Doubles = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Shares = std::vector<std::vector<std::tuple<std::size_t, std::int64_t, std::int64_t>>>;
+using Fields = std::vector<std::tuple<std::string, std::size_t, std::size_t>>;
 
-struct Span {
-    const char *name;
-    const float *data;
-    std::size_t numel;
-};
-
-void require_same_length(const Span (&spans)[4]) {
-    for (const Span &span : spans)
-        if (span.numel != spans[0].numel)
-            throw std::invalid_argument(std::string(span.name) + " has " + std::to_string(span.numel) + " elements, " +
-                                        spans[0].name + " has " + std::to_string(spans[0].numel) +
-                                        "; they must be equal");
+template <class T>
+const T *table_of(const Bytes &bytes, const char *name, std::size_t &size) {
+    if (bytes.size() % sizeof(T) != 0)
+        throw std::invalid_argument(std::string(name) + " has " + std::to_string(bytes.size()) +
+                                    " bytes, no multiple of a row's " + std::to_string(sizeof(T)));
+    size = bytes.size() / sizeof(T);
+    return reinterpret_cast<const T *>(bytes.data());
 }
 
-// Overlapping buffers would make the result depend on the ISA level's width.
-void require_disjoint(const Span (&spans)[4]) {
-    for (const Span &a : spans)
-        for (const Span &b : spans)
-            if (&a < &b && a.data < b.data + b.numel && b.data < a.data + a.numel)
-                throw std::invalid_argument(std::string(a.name) + " and " + b.name +
-                                            " share memory; each needs its own");
+shardopt::Table rows_of(const Bytes &bytes) {
+    shardopt::Table table{};
+    table.rows = table_of<shardopt::Row>(bytes, "rows", table.size);
+    return table;
 }
 
-void adamw_step(Floats param, ConstFloats grad, Floats exp_avg, Floats exp_avg_sq, float param_scale, float grad_weight,
-                float beta2, float square_weight, float step_size, float bias_correction, float eps,
-                const std::string &isa) {
-    const shardopt::AdamWStep step = shardopt::adamw_step_for(isa);
-    const Span spans[4] = {{"param", param.data(), param.size()},
-                           {"grad", grad.data(), grad.size()},
-                           {"exp_avg", exp_avg.data(), exp_avg.size()},
-                           {"exp_avg_sq", exp_avg_sq.data(), exp_avg_sq.size()}};
-    require_same_length(spans);
-    require_disjoint(spans);
-    const shardopt::AdamWBuffers buffers{param.data(), grad.data(), exp_avg.data(), exp_avg_sq.data(),
-                                         static_cast<std::int64_t>(param.size())};
-    const shardopt::AdamWScalars scalars{param_scale, grad_weight,     beta2, square_weight,
-                                         step_size,   bias_correction, eps};
+shardopt::Problems adamw_rows(const Bytes &rows, const Bytes &hypers, std::uint64_t seed, double grad_scale,
+                              int num_threads, const std::string &isa) {
+    const shardopt::Level &level = shardopt::level_named(isa);
+    const shardopt::Table table = rows_of(rows);
+    std::size_t num_hypers = 0;
+    const auto *const numbers = table_of<shardopt::Hyper>(hypers, "hypers", num_hypers);
     nb::gil_scoped_release released;
-    step(buffers, scalars);
+    shardopt::Problems problems = shardopt::problems_of_step(table, static_cast<std::int64_t>(num_hypers));
+    if (problems.empty()) shardopt::adamw_rows(level, table, numbers, num_hypers, seed, grad_scale, num_threads);
+    return problems;
+}
+
+shardopt::Problems sum_of_squares(const Bytes &rows, const Doubles &sums, int num_threads, const std::string &isa) {
+    const shardopt::Level &level = shardopt::level_named(isa);
+    const shardopt::Table table = rows_of(rows);
+    if (sums.size() != table.size) throw std::invalid_argument("sums must be as long as rows");
+    nb::gil_scoped_release released;
+    shardopt::Problems problems = shardopt::problems_of_grads(table);
+    if (problems.empty()) shardopt::sum_of_squares(level, table, num_threads, sums.data());
+    return problems;
+}
+
+shardopt::Problems zero_moments(const Bytes &rows, int num_threads) {
+    const shardopt::Table table = rows_of(rows);
+    nb::gil_scoped_release released;
+    shardopt::Problems problems = shardopt::problems_of_moments(table);
+    if (problems.empty()) shardopt::zero_moments(table, num_threads);
+    return problems;
+}
+
+shardopt::Problems probe_rows(const Bytes &rows, int num_threads, const std::string &isa) {
+    const shardopt::Level &level = shardopt::level_named(isa);
+    const shardopt::Table table = rows_of(rows);
+    nb::gil_scoped_release released;
+    shardopt::Problems problems = shardopt::problems_of_step(table, 1);
+    if (problems.empty()) shardopt::probe_rows(level, table, num_threads);
+    return problems;
+}
+
+// What each thread gets: (row, first element, number of elements) of each block.
+Shares shares(const Bytes &rows, int num_threads) {
+    const shardopt::Plan plan = shardopt::plan_of(rows_of(rows), num_threads);
+    Shares shares(plan.shares.size() - 1);
+    for (std::size_t share = 0; share < shares.size(); ++share)
+        for (std::size_t number = plan.shares[share]; number < plan.shares[share + 1]; ++number) {
+            const shardopt::Block &block = plan.blocks[number];
+            shares[share].emplace_back(block.row, block.first, block.numel);
+        }
+    return shares;
+}
+
+#define SHARDOPT_FIELD(type, name) {#name, offsetof(shardopt::type, name), sizeof(shardopt::type::name)}
+
+// (name, offset, bytes) of each field.
+Fields row_fields() {
+    return {SHARDOPT_FIELD(Row, param),        SHARDOPT_FIELD(Row, grad),           SHARDOPT_FIELD(Row, exp_avg),
+            SHARDOPT_FIELD(Row, exp_avg_sq),   SHARDOPT_FIELD(Row, max_exp_avg_sq), SHARDOPT_FIELD(Row, master),
+            SHARDOPT_FIELD(Row, out),          SHARDOPT_FIELD(Row, numel),          SHARDOPT_FIELD(Row, index_start),
+            SHARDOPT_FIELD(Row, index_run),    SHARDOPT_FIELD(Row, index_stride),   SHARDOPT_FIELD(Row, stream),
+            SHARDOPT_FIELD(Row, hyper),        SHARDOPT_FIELD(Row, param_dtype),    SHARDOPT_FIELD(Row, grad_dtype),
+            SHARDOPT_FIELD(Row, moment_dtype), SHARDOPT_FIELD(Row, master_kind)};
+}
+
+Fields hyper_fields() {
+    return {SHARDOPT_FIELD(Hyper, decay),     SHARDOPT_FIELD(Hyper, grad_weight),
+            SHARDOPT_FIELD(Hyper, beta2),     SHARDOPT_FIELD(Hyper, square_weight),
+            SHARDOPT_FIELD(Hyper, step_size), SHARDOPT_FIELD(Hyper, bias_correction),
+            SHARDOPT_FIELD(Hyper, eps),       SHARDOPT_FIELD(Hyper, grad_sign),
+            SHARDOPT_FIELD(Hyper, step)};
 }
 
 }  // namespace
@@ -62,8 +116,13 @@ void adamw_step(Floats param, ConstFloats grad, Floats exp_avg, Floats exp_avg_s
 NB_MODULE(_host, module) {
     module.doc() = "Host kernels of shardopt; use shardopt.swap.host_kernel, which checks and documents them.";
     module.def("available_isas", &shardopt::available_isas);
-    module.def("adamw_step", &adamw_step, nb::arg("param").noconvert(), nb::arg("grad").noconvert(),
-               nb::arg("exp_avg").noconvert(), nb::arg("exp_avg_sq").noconvert(), nb::kw_only(), nb::arg("param_scale"),
-               nb::arg("grad_weight"), nb::arg("beta2"), nb::arg("square_weight"), nb::arg("step_size"),
-               nb::arg("bias_correction"), nb::arg("eps"), nb::arg("isa"));
+    module.def("row_fields", &row_fields);
+    module.def("hyper_fields", &hyper_fields);
+    module.def("shares", &shares, nb::arg("rows").noconvert(), nb::arg("num_threads"));
+    module.def("adamw_rows", &adamw_rows, nb::arg("rows").noconvert(), nb::arg("hypers").noconvert(), nb::arg("seed"),
+               nb::arg("grad_scale"), nb::arg("num_threads"), nb::arg("isa"));
+    module.def("sum_of_squares", &sum_of_squares, nb::arg("rows").noconvert(), nb::arg("sums").noconvert(),
+               nb::arg("num_threads"), nb::arg("isa"));
+    module.def("zero_moments", &zero_moments, nb::arg("rows").noconvert(), nb::arg("num_threads"));
+    module.def("probe_rows", &probe_rows, nb::arg("rows").noconvert(), nb::arg("num_threads"), nb::arg("isa"));
 }

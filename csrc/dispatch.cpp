@@ -6,9 +6,9 @@
 namespace shardopt {
 namespace {
 
-struct Level {
+struct Choice {
     const char *name;
-    AdamWStep adamw;
+    const Level &level;
     bool (*runs_here)();
 };
 
@@ -20,12 +20,12 @@ bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_support
 bool has_avx512() { return __builtin_cpu_supports("avx512f"); }
 #endif
 
-const Level levels[] = {
-    {"scalar", adamw_scalar, always},
-    {"lanes16", adamw_lanes16, always},
+const Choice choices[] = {
+    {"scalar", level_scalar, always},
+    {"lanes16", level_lanes16, always},
 #if defined(SHARDOPT_X86_LEVELS)
-    {"avx2", adamw_avx2, has_avx2},
-    {"avx512", adamw_avx512, has_avx512},
+    {"avx2", level_avx2, has_avx2},
+    {"avx512", level_avx512, has_avx512},
 #endif
 };
 
@@ -39,24 +39,24 @@ std::string joined(const std::vector<std::string> &names) {
 
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
-    for (const Level &level : levels)
-        if (level.runs_here()) names.emplace_back(level.name);
+    for (const Choice &choice : choices)
+        if (choice.runs_here()) names.emplace_back(choice.name);
     return names;
 }
 
-AdamWStep adamw_step_for(const std::string &isa) {
-    AdamWStep best = nullptr;
+const Level &level_named(const std::string &isa) {
+    const Level *best = nullptr;
     bool known = false;
-    for (const Level &level : levels) {
-        const bool named = isa == level.name;
+    for (const Choice &choice : choices) {
+        const bool named = isa == choice.name;
         known = known || named;
-        if ((isa.empty() || named) && level.runs_here()) best = level.adamw;
+        if ((isa.empty() || named) && choice.runs_here()) best = &choice.level;
     }
     if (best == nullptr)
         throw std::invalid_argument("ISA level '" + isa + "' " +
                                     (known ? "cannot run on this CPU" : "is not in this build of shardopt") +
                                     "; available here: " + joined(available_isas()));
-    return best;
+    return *best;
 }
 
 }  // namespace shardopt

@@ -21,6 +21,7 @@ from shardopt.layouts.objects import declare_saved
 from shardopt.optimizer import ShardedStateOptimizer
 from shardopt.staging.prepared import PreparedLoad
 from shardopt.staging.report import Report
+from shardopt.swap.swap_adamw import SwapAdamW
 from shardopt.version import __version__
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "ShardoptError",
     "StaleLoadError",
     "Subject",
+    "SwapAdamW",
     "__version__",
     "clip_grad_norm_",
     "declare_interchangeable",

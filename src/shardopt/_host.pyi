@@ -1,18 +1,15 @@
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 def available_isas() -> list[str]: ...
-def adamw_step(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    param_scale: float,
-    grad_weight: float,
-    beta2: float,
-    square_weight: float,
-    step_size: float,
-    bias_correction: float,
-    eps: float,
-    isa: str,
-) -> None: ...
+def row_fields() -> list[tuple[str, int, int]]: ...
+def hyper_fields() -> list[tuple[str, int, int]]: ...
+def shares(rows: NDArray[np.uint8], num_threads: int) -> list[list[tuple[int, int, int]]]: ...
+def adamw_rows(
+    rows: NDArray[np.uint8], hypers: NDArray[np.uint8], seed: int, grad_scale: float, num_threads: int, isa: str
+) -> list[tuple[int, str]]: ...
+def sum_of_squares(
+    rows: NDArray[np.uint8], sums: NDArray[np.float64], num_threads: int, isa: str
+) -> list[tuple[int, str]]: ...
+def zero_moments(rows: NDArray[np.uint8], num_threads: int) -> list[tuple[int, str]]: ...
+def probe_rows(rows: NDArray[np.uint8], num_threads: int, isa: str) -> list[tuple[int, str]]: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,10 @@ from shardopt.torch_compat import (
     spec_token,
 )
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["Norms", "clip_grad_norm_", "norm_and_factor", "tensor_norms"]
+
+Norms = Callable[[Sequence[Tensor], float], "list[float]"]
+"""The norm of each of several plain tensors, of an order."""
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -103,25 +106,55 @@ def clip_grad_norm_(
             error on every rank, and no gradient has changed.
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
     """
+    params = _listed(parameters)
+    with torch.no_grad():
+        grads = gradients_of(params)
+        total, factor = norm_and_factor(
+            params,
+            grads,
+            max_norm,
+            norm_type,
+            norms=lambda tensors, order: tensor_norms(tensors, order, foreach),
+            error_if_nonfinite=error_if_nonfinite,
+        )
+        if factor != 1.0:
+            _scale_([_local(grad) for grad in grads if grad is not None], factor, foreach)
+    return total
+
+
+def norm_and_factor(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    max_norm: float,
+    norm_type: float,
+    *,
+    norms: Norms,
+    error_if_nonfinite: bool,
+) -> tuple[Tensor, float]:
+    """Collective. The norm of all gradients, and what to multiply them with; errors are ``clip_grad_norm_``'s.
+
+    Args:
+        params: all parameters, each once.
+        grads: theirs.
+        max_norm: not negative.
+        norm_type: order of the norm.
+        norms: gives the norm of each of several plain tensors.
+        error_if_nonfinite: raise if the norm is NaN or infinite.
+    """
     max_norm, order = float(max_norm), float(norm_type)
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm!r}; it must not be negative")
     if not order > 0:
         raise ValueError(f"norm_type is {order!r}; it must be positive, inf for the largest absolute value")
-    params = _listed(parameters)
-    with torch.no_grad():
-        grads = gradients_of(params)
-        total = torch.tensor(_total_norm(params, grads, order, foreach), dtype=torch.float64).to(_result_dtype(params))
-        if error_if_nonfinite and not total.isfinite():
-            raise RuntimeError(
-                f"the norm of order {order} of all gradients is {total.item()}, so they cannot be clipped; they are "
-                "unchanged. With error_if_nonfinite=False they are scaled by it all the same."
-            )
-        # In the result's precision, as torch does; clamp lets NaN through.
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).item()
-        if factor != 1.0:
-            _scale_([_local(grad) for grad in grads if grad is not None], factor, foreach)
-    return total.to(_local(params[0]).device) if params else total
+    total = torch.tensor(_total_norm(params, grads, order, norms), dtype=torch.float64).to(_result_dtype(params))
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of order {order} of all gradients is {total.item()}, so they cannot be clipped; they are "
+            "unchanged. With error_if_nonfinite=False they are scaled by it all the same."
+        )
+    # In the result's precision, as torch does; clamp lets NaN through.
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).item()
+    return total.to(_local(params[0]).device) if params else total, factor
 
 
 def _listed(parameters: Tensor | Iterable[Tensor] | torch.optim.Optimizer) -> list[Tensor]:
@@ -145,7 +178,7 @@ def _result_dtype(params: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in params) else torch.float32
 
 
-def _total_norm(params: Sequence[Tensor], grads: Sequence[Tensor | None], order: float, foreach: bool | None) -> float:
+def _total_norm(params: Sequence[Tensor], grads: Sequence[Tensor | None], order: float, norms_of: Norms) -> float:
     """Collective. The norm of all gradients, the same on every rank.
 
     Raises:
@@ -153,7 +186,7 @@ def _total_norm(params: Sequence[Tensor], grads: Sequence[Tensor | None], order:
     """
     grids = Grids(params)
     found = _find(params, grads, grids)
-    norms = _norms([piece.local for piece in found.pieces], order, foreach)
+    norms = norms_of([piece.local for piece in found.pieces], order)
     columns = [piece.column for piece in found.pieces]
     table = grids.gathered(_row(grids, found, columns, norms, order))
     _raise_together(grids, table, found.problems)
@@ -168,7 +201,7 @@ def _total_norm(params: Sequence[Tensor], grads: Sequence[Tensor | None], order:
         piece = _reduced(index, param, grads[index], odd, grids, found.problems) if isinstance(param, DTensor) else None
         if piece is not None:
             columns.append(piece.column)
-            norms += _norms([piece.local], order, foreach)
+            norms += norms_of([piece.local], order)
     table = grids.gathered(_row(grids, found, columns, norms, order))
     _raise_together(grids, table, found.problems)
     return combined([total, grids.total(table, order)], order)
@@ -194,14 +227,27 @@ def _find(params: Sequence[Tensor], grads: Sequence[Tensor | None], grids: Grids
 
 
 def _file(found: _Found, index: int, param: Tensor, grad: Tensor, column: int, rank: int) -> None:
-    problem = _unusable(param, grad)
     local = _local(grad)
+    if _is_usual(param, grad) and local.layout == torch.strided:
+        found.pieces.append(_Piece(local, column))
+        return
+    problem = _unusable(param, grad)
     if problem:
         found.problems.append(_Problem(rank, False, f"{_where(index, param)}: {problem}"))
     elif not isinstance(grad, DTensor) or not isinstance(param, DTensor) or same_spec(grad, param):
         found.pieces.append(_Piece(local, column))
     else:
         found.odd.append(_Odd(rank, index, tuple(grad.placements), tuple(local.shape), local.dtype))
+
+
+def _is_usual(param: Tensor, grad: Tensor) -> bool:
+    """Whether the gradient is a DTensor placed by its parameter's own object, as FSDP2 makes it: it counts as it is."""
+    return (
+        isinstance(param, DTensor)
+        and isinstance(grad, DTensor)
+        and spec_token(grad) is spec_token(param)
+        and not any(placement.is_partial() for placement in param.placements)
+    )
 
 
 def _unusable(param: Tensor, grad: Tensor) -> str:
@@ -295,7 +341,7 @@ def _raise_together(grids: Grids, table: Tensor, problems: list[_Problem]) -> No
     raise RankFailureError(message, operation="clip_grad_norm_", failures={one.rank: one.text for one in known})
 
 
-def _norms(tensors: Sequence[Tensor], order: float, foreach: bool | None) -> list[float]:
+def tensor_norms(tensors: Sequence[Tensor], order: float, foreach: bool | None) -> list[float]:
     """The norm of each tensor, in float32 at least: that of a float16 tensor may be more than float16 can hold."""
     norms = [0.0] * len(tensors)
     for (_, dtype), places in _alike(tensors).items():

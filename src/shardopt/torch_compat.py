@@ -49,6 +49,7 @@ __all__ = [
     "storage_token",
     "trainable_of",
     "unscale_in_place",
+    "versions_of",
     "without_dynamo",
 ]
 
@@ -84,6 +85,12 @@ def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
     """
     with torch._C.DisableTorchFunctionSubclass():
         return [param.grad for param in params]
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """The tensors' version counters, without asking whether they override them, as in ``gradients_of``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [tensor._version for tensor in tensors]
 
 
 def trainable_of(params: Sequence[Tensor]) -> list[bool]:

@@ -105,4 +105,11 @@ def _whole(value: Any) -> Any:
             local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
         return as_bytes.full_tensor().view(value.dtype).cpu()
+    if value.dtype == torch.int16:
+        # Nor does it take these; their bits travel as those of another type of that size.
+        local = value.to_local().view(torch.bfloat16)
+        as_bits = DTensor.from_local(
+            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+        return as_bits.full_tensor().view(torch.int16).cpu()
     return value.full_tensor().cpu().clone()

@@ -57,6 +57,30 @@ def test_step(tmp_path: Path) -> None:
     assert output.count("bare / owner") == 2
 
 
+def test_host_kernel(tmp_path: Path) -> None:
+    arguments = ("--numel", "1003", "--repeats", "2", "--threads", "1")
+    output, lines = run_benchmark("host_kernel.py", *arguments, out=tmp_path / "host_kernel.jsonl")
+    assert [line["config"]["group"] for line in lines] == ["in_fp32", "in_and_out_in_bf16", "in_other_formats"]
+    for line in lines:
+        check_conditions(line)
+        assert all(len(times) == 2 and min(times) > 0 for times in line["samples"].values())
+    assert {"step, torch fused", "step", "probe", "clip + step, torch", "clip + step"} <= set(lines[0]["samples"])
+    assert output.count("times the speed of") == 4
+
+
+@pytest.mark.slow
+def test_swap(tmp_path: Path) -> None:
+    sizes = ("--tensors", "3", "--rows", "5", "--columns", "2", "--steps", "3", "--block", "2")
+    output, lines = run_benchmark("swap.py", *sizes, out=tmp_path / "swap.jsonl")
+    assert [line["config"]["ranks"] for line in lines] == [1, 2]
+    for line in lines:
+        check_conditions(line)
+        assert set(line["samples"]) == {"fused", "swap", "wrapped", "clip + fused", "clip + swap"}
+        assert all(len(times) == 3 and min(times) > 0 for times in line["samples"].values())
+        assert line["config"]["slab per moments"] == 1
+    assert output.count("fused / swap") == output.count("slab / moments") == 2
+
+
 def test_consensus(tmp_path: Path) -> None:
     sizes = ("--tensors", "3", "--rows", "5", "--columns", "2", "--steps", "3", "--block", "2")
     output, lines = run_benchmark("consensus.py", *sizes, out=tmp_path / "consensus.jsonl")

@@ -46,7 +46,7 @@ def too_long(functions: Iterator[tuple[str, int]]) -> list[str]:
 
 def test_sources_are_found() -> None:
     found = {path.relative_to(ROOT).as_posix() for path in sources(".py", ".cpp", ".h")}
-    assert {"src/shardopt/errors.py", "csrc/dispatch.cpp", "csrc/adamw_body.h", "tests/unit/test_sizes.py"} <= found
+    assert {"src/shardopt/errors.py", "csrc/dispatch.cpp", "csrc/step_body.h", "tests/unit/test_sizes.py"} <= found
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,6 @@ def test_long_python_functions_are_seen() -> None:
 
 def test_cpp_functions_are_seen() -> None:
     found = dict(cpp_functions((ROOT / "csrc" / "dispatch.cpp").read_text(encoding="utf-8")))
-    assert found["AdamWStep adamw_step_for(const std::string &isa) {"] > 10
+    assert found["const Level &level_named(const std::string &isa) {"] > 10
     body = "\n".join("    x = 1;" for _ in range(MAX_FUNCTION_LINES - 2))
     assert too_long(cpp_functions(f"void f(int a,\n       int b) {{\n{body}\n}}\n")) == ["void f(int a,: 61 lines"]

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.lr_scheduler import ConstantLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -22,6 +24,7 @@ from shardopt.torch_compat import (
     stand_in,
     trainable_of,
     unscale_in_place,
+    versions_of,
 )
 
 
@@ -175,3 +178,17 @@ def test_trainable_of_asks_no_subclass() -> None:
     frozen = torch.ones(2).as_subclass(Loud)
     param = nn.Parameter(torch.ones(2))
     assert trainable_of([frozen, param]) == [False, True]
+
+
+def test_versions_of_tell_of_every_write_but_those_through_data(mesh: DeviceMesh) -> None:
+    # Of a DTensor and of the tensor within it: an operation on one moves the counter of that one alone.
+    param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    local = param._local_tensor
+    with torch.no_grad():
+        param.copy_(param.detach() * 2)
+        assert versions_of([param, local]) == [1, 0]
+        param.to_local().copy_(torch.ones(4))
+        assert versions_of([param, local]) == [1, 1]
+    plain = nn.Parameter(torch.ones(4))
+    plain.data.fill_(2.0)
+    assert versions_of([plain]) == [0]

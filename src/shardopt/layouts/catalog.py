@@ -39,6 +39,8 @@ class ClassSpec:
             None when that is none.
         scalars_on_parameter_device: whether 0-d entries live beside the parameter always, and not only
             under ``fused`` or ``capturable``.
+        derived: entries that the optimizer makes of the parameter where a checkpoint lacks them.
+        in_place: whether the tensors it has are all it can have: loads fill them, and what has none is refused.
     """
 
     entries: Callable[[Group], tuple[str, ...]]
@@ -46,6 +48,8 @@ class ClassSpec:
     optional: tuple[str, ...] = ()
     initial: Callable[[Group, Tensor], dict[str, Any]] | None = None
     scalars_on_parameter_device: bool = False
+    derived: frozenset[str] = frozenset()
+    in_place: bool = False
 
 
 def _always(*names: str) -> Callable[[Group], tuple[str, ...]]:
@@ -94,6 +98,21 @@ _ELEMENTWISE: dict[type[torch.optim.Optimizer], ClassSpec] = {
     torch.optim.Rprop: ClassSpec(entries=_always("prev", "step_size")),
     torch.optim.SGD: ClassSpec(entries=_sgd, scalars=(), optional=("momentum_buffer",)),
 }
+
+
+def _swap_adamw(master: str | None) -> ClassSpec:
+    masters = {"fp32": ("master",), "remainder16": ("master_lo",)}.get(master or "", ())
+    return ClassSpec(
+        entries=lambda group: (*_adam(group), *masters),
+        optional=("max_exp_avg_sq",),
+        derived=frozenset(masters),
+        in_place=True,
+    )
+
+
+# By module and name, since the class is in a layer above. What it keeps is the same for all of its groups.
+_SWAP_ADAMW = "shardopt.swap.swap_adamw.SwapAdamW"
+_SWAPPED: dict[str | None, ClassSpec] = {master: _swap_adamw(master) for master in (None, "fp32", "remainder16")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +166,10 @@ _NEVER: dict[str, str] = {
 
 def spec_of(optimizer: torch.optim.Optimizer) -> ClassSpec | None:
     """What is known of the optimizer's class, or None when it is not known to be element-wise."""
-    return _ELEMENTWISE.get(type(optimizer))
+    kind = type(optimizer)
+    if f"{kind.__module__}.{kind.__qualname__}" == _SWAP_ADAMW:
+        return _SWAPPED[getattr(optimizer, "master", None)]
+    return _ELEMENTWISE.get(kind)
 
 
 def whole_spec_of(optimizer: torch.optim.Optimizer) -> WholeSpec | None:

@@ -18,6 +18,7 @@ from shardopt.presentation.choice import choose
 from shardopt.presentation.dtensor import DTensorPresentation
 from shardopt.presentation.inventory import Inventory, Part
 from shardopt.presentation.local import LocalPresentation
+from shardopt.presentation.own_shards import OwnShardsPresentation
 from shardopt.presentation.owner import OwnerPresentation
 from shardopt.presentation.presentation import Presentation
 from shardopt.presentation.replicated import ReplicatedPresentation
@@ -32,6 +33,7 @@ _PRESENTATIONS: dict[str, type[Presentation]] = {
     "dtensor": DTensorPresentation,
     "owner": OwnerPresentation,
     "replicated": ReplicatedPresentation,
+    "shards": OwnShardsPresentation,
 }
 
 

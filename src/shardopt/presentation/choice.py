@@ -14,6 +14,7 @@ from shardopt.layouts.catalog import spec_of, whole_spec_of, why_never
 from shardopt.layouts.codec import Codec, codec_of
 from shardopt.layouts.declared import RANK_LOCAL
 from shardopt.layouts.interchange import qualified
+from shardopt.presentation.own_shards import TakesShards
 from shardopt.presentation.probe import Finding, probe
 from shardopt.presentation.side_storage import refuse_remembered
 
@@ -72,6 +73,8 @@ def choose(inner: torch.optim.Optimizer, compute: str, layouts: Collection[str] 
     codec = codec_of(inner)
     if codec is not None:
         return _quantised(inner, codec, label, compute)
+    if isinstance(inner, TakesShards):
+        return _by_itself(label, compute)
     if compute == "dtensor":
         return Choice("dtensor", "asked for: the rule runs on the DTensors themselves")
     refuse_remembered(inner)
@@ -107,6 +110,15 @@ def _quantised(inner: torch.optim.Optimizer, codec: Codec, label: str, compute: 
         f"{label}: compute={compute!r} does not suit quantised state. compute='owner' (what 'auto' takes) gives what "
         f"an unsharded run gives{or_local}"
     )
+
+
+def _by_itself(label: str, compute: str) -> Choice:
+    if compute not in ("auto", "dtensor"):
+        raise PresentationError(
+            f"{label} takes the shards of DTensors by itself, so it cannot be shown anything else; leave "
+            f"compute={compute!r} out."
+        )
+    return Choice("shards", f"{label} is element-wise and takes the shards of DTensors by itself")
 
 
 _WHOLE = "needs whole parameters to update one"

@@ -262,6 +262,16 @@ class Inventory:
         spec = spec_of(self.part_of(tracked).inner)
         return () if spec is None else spec.scalars
 
+    def derived(self, tracked: Tracked) -> frozenset[str]:
+        """Entries that the optimizer makes of the parameter where a checkpoint lacks them."""
+        spec = spec_of(self.part_of(tracked).inner)
+        return frozenset() if spec is None else spec.derived
+
+    def has_own_memory(self, tracked: Tracked) -> bool:
+        """Whether the tensors of state that the optimizer has are all it can have."""
+        spec = spec_of(self.part_of(tracked).inner)
+        return spec is not None and spec.in_place
+
     def is_per_rank(self, tracked: Tracked) -> bool:
         """Whether the parameter's state is each rank's own."""
         return self.own_index is not None and not isinstance(tracked.param, DTensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any, ClassVar
@@ -94,6 +94,11 @@ class Presentation(ABC):
         """What of a new parameter has to be the same on every rank, because ``register`` communicates."""
         return ""
 
+    @property
+    def told(self) -> Mapping[str, str]:
+        """What else of the optimizer has to be the same on every rank, by name."""
+        return {}
+
     def explained(self) -> list[str]:
         """What there is to say of how its parameters are shown."""
         return []
@@ -175,6 +180,10 @@ class Presentation(ABC):
 
     def set_draws(self, seed: int, num_steps: int) -> None:
         """Goes on from saved ``draws``."""
+        return None
+
+    def settle(self) -> None:
+        """Makes the state what a save may read, where the optimizer can do that by itself."""
         return None
 
     def state_changed(self) -> None:

@@ -89,6 +89,8 @@ class Offers:
         try:
             for pre_hook in outer._optimizer_state_dict_pre_hooks.values():
                 pre_hook(outer)
+            for part in self._inventory.parts:
+                part.presentation.settle()
             return describe(self._inventory), None
         except BaseException as error:
             return None, error

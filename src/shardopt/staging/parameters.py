@@ -62,6 +62,7 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
 def _plan_entries(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
     saved = source.record(tracked)
     live = inventory.state_of(tracked) or {}
+    _refuse_without_memory(tracked, inventory, source, report)
     whole = _unpack_whole(tracked, source, report)
     codec = inventory.codec_of(tracked)
     if codec is not None:
@@ -105,6 +106,22 @@ def _plan_elementwise(
         _place_box(plan, tracked, inventory, source, name, loaded, live)
 
 
+def _refuse_without_memory(tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
+    """Of an optimizer whose memory was made with it: refuses entries that have none, and moments that would be lost."""
+    if not inventory.has_own_memory(tracked):
+        return
+    live = inventory.state_of(tracked) or {}
+    saved = [name for name, entry in source.record(tracked).entries.items() if not isinstance(entry, AbsentEntry)]
+    derived = inventory.derived(tracked)
+    lacking = [name for name in saved if name not in live]
+    lost = [name for name in live if saved and name not in saved and name not in derived]
+    if lacking or lost:
+        report.problems.append(
+            f"{tracked.fqn}: the checkpoint has state {sorted(saved)} of it, and this optimizer was made with memory "
+            f"for {sorted(live)}; build it with the options it was saved with."
+        )
+
+
 def _refuse_incomplete(tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
     # Of its own class the manifest says what was there. Of a checkpoint that is not ours, and of a class that was
     # declared to be like it, the optimizer's class knows what must be.
@@ -113,7 +130,8 @@ def _refuse_incomplete(tracked: Tracked, inventory: Inventory, source: Source, r
     if source.manifest.optimizers[saved.optimizer].class_name == own_class:
         return
     known = inventory.known_entries(tracked, inventory.groups()[tracked.group]) or ()
-    lost = [name for name in (*known, *inventory.known_scalars(tracked)) if name not in saved.entries]
+    needed = [name for name in (*known, *inventory.known_scalars(tracked)) if name not in inventory.derived(tracked)]
+    lost = [name for name in needed if name not in saved.entries]
     if lost:
         report.problems.append(
             f"{tracked.fqn}: the checkpoint has state {sorted(saved.entries)} of it, but not {lost}, which this "

@@ -337,9 +337,10 @@ def _likely_class(inventory: Inventory, manifest: Manifest, tracked: Tracked, sa
     if spec_of(inner) is None:
         return ""
     like = classes_like(manifest.groups[saved.group].values, saved.entries.keys())
-    own = defaults_of(type(inner)).keys()
+    alike = [known for known in like if is_interchangeable(qualified(known), qualified_name(inner))]
+    own = {key for known in (type(inner), *alike) for key in defaults_of(known)}
     others = [known for known in like if not defaults_of(known).keys() <= own]
-    if type(inner) in like and not others:
+    if alike and not others:
         # Adam and AdamW are one class but for this.
         flag = "decoupled_weight_decay"
         saved_flag = manifest.groups[saved.group].values.get(flag)

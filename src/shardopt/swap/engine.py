@@ -1,0 +1,354 @@
+"""All that SwapAdamW keeps and does for parameters on the host; the optimizer gives it groups and state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardopt.errors import PlacementError, PresentationError
+from shardopt.layouts.tracked import Kind
+from shardopt.staging.poison import Poison
+from shardopt.swap.fitting import Fill, copy_all, fit, missing_masters, staged
+from shardopt.swap.gradients import Found, Gradients
+from shardopt.swap.held import MASTER, REMAINDER, Held, Keeps, check_param, hold, shard_of
+from shardopt.swap.host_kernel import HYPER, Table, adamw_hyper, adamw_rows, first_touch
+from shardopt.swap.masters import Masters, follow
+from shardopt.swap.slabs import Slabs
+from shardopt.swap.table import StepTable
+from shardopt.torch_compat import shard_in_place
+
+__all__ = ["Clip", "HostEngine"]
+
+Groups = Sequence[Mapping[str, Any]]
+State = MutableMapping[Tensor, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A factor for the gradients of one step.
+
+    Attributes:
+        factor: to multiply them with.
+        marks: tell whether they are still those that it was worked out for.
+        witness: the smallest of them; kept, since freed memory may be that of the next gradients.
+    """
+
+    factor: float
+    marks: list[list[int]]
+    witness: Tensor | None
+
+
+class HostEngine:
+    """Memory, table and step of one optimizer.
+
+    Attributes:
+        keeps: what is kept for each parameter.
+        slabs: makes its memory.
+        held: the parameters, in the order of their groups.
+        poison: whether a step or load has failed half way.
+        has_written: whether the step that runs may have written something.
+        clip: a factor that waits for its step.
+        masters: of bf16 parameters.
+        gradients: reads those of ``held``.
+    """
+
+    def __init__(self, keeps: Keeps, *, pin: bool, seed: int, num_threads: int | None) -> None:
+        self.keeps = keeps
+        self.slabs = Slabs(pin=pin)
+        self.held: list[Held] = []
+        self.poison = Poison()
+        self.has_written = False
+        self.clip: Clip | None = None
+        self._seed = seed
+        self._threads = num_threads
+        self._streams = 0
+        self._by_id: dict[int, Held] = {}
+        self.masters = Masters([])
+        self._index([])
+
+    @property
+    def num_threads(self) -> int | None:
+        """At most so many threads step; None leaves it to the CPUs that this process may use."""
+        return self._threads
+
+    # What is made in inference mode no step could write to.
+    @torch.inference_mode(False)
+    def add(self, named: Sequence[tuple[str, Tensor, bool]], groups: Groups, state: State) -> None:
+        """Makes the state of new parameters, which are in the groups already: all of it, or none.
+
+        Args:
+            named: name and parameter, and whether its group keeps maxima.
+            groups: of the optimizer.
+            state: of the optimizer.
+
+        Raises:
+            PlacementError: parameters cannot be updated here; all of them are listed.
+            ValueError: numbers of a group are out of range.
+        """
+        _refuse_numbers(groups)
+        problems = [f"{name}: {why}." for name, param, _ in named if (why := check_param(param)) is not None]
+        if problems:
+            raise PlacementError("SwapAdamW cannot update parameters:\n" + "\n".join(problems))
+        new = hold(
+            [(name, param) for name, param, _ in named],
+            [flag for _, _, flag in named],
+            self.keeps,
+            self.slabs,
+            first_stream=self._streams,
+        )
+        table = StepTable(new)
+        first_touch(table.rows, num_threads=self._threads, names=table.names)
+        copy_all([fill for one in new for fill in missing_masters(one, {})])
+        self._streams += len(new)
+        self._by_id.update((id(one.param), one) for one in new)
+        for one in new:
+            state[one.param] = dict(one.own)
+        self._index(groups)
+
+    def _index(self, groups: Groups) -> None:
+        """Takes the parameters in the order of the groups, and makes the tables anew."""
+        self.masters.follow()
+        self._lists = [list(group["params"]) for group in groups]
+        params = [param for listed in self._lists for param in listed]
+        self.held = [self._by_id[id(param)] for param in params]
+        self._by_id = {id(one.param): one for one in self.held}
+        self._group_of = np.repeat(np.arange(len(groups)), [len(listed) for listed in self._lists])
+        self._table = StepTable(self.held)
+        self.gradients = Gradients(self.held)
+        self.masters = Masters(self.held, loaded=self.masters.loaded)
+        self._params = params
+        self._sharded = bool(params) and all(isinstance(param, DTensor) for param in params)
+        self._shards = [one.shard for one in self.held]
+        self._addresses = [shard.data_ptr() for shard in self._shards]
+        # Nothing is known of the state until it has been looked at.
+        self._dicts: list[object] = []
+        self._values: list[object] = []
+
+    def name(self, names: Mapping[int, str]) -> None:
+        """Takes better names for errors, by the parameters' ids."""
+        for one in self.held:
+            one.name = names.get(id(one.param), one.name)
+        self._table.names = [self.held[int(owner)].name for owner in self._table.owners]
+
+    def check(self, groups: Groups, state: State) -> None:
+        """Takes notice of what users have changed: groups, memory of parameters, tensors of state.
+
+        Raises:
+            PresentationError: the groups hold a parameter that was never added.
+            PlacementError: a parameter or state is of another kind than before; all of them are listed.
+        """
+        if len(groups) != len(self._lists) or not all(
+            len(group["params"]) == len(known) and all(map(is_, group["params"], known))
+            for group, known in zip(groups, self._lists, strict=True)
+        ):
+            self._regroup(groups)
+        shards: list[Tensor] = list(map(shard_in_place if self._sharded else shard_of, self._params))
+        if not _same(shards, self._shards) or list(map(Tensor.data_ptr, shards)) != self._addresses:
+            self._rebase(groups, shards)
+        dicts, values = _held_in(state)
+        if not (_same(dicts, self._dicts) and _same(values, self._values)):
+            self.adopt(state)
+
+    def _regroup(self, groups: Groups) -> None:
+        new = [
+            f"group {index}, parameter {place} of shape {tuple(param.shape)}"
+            for index, group in enumerate(groups)
+            for place, param in enumerate(group["params"])
+            if id(param) not in self._by_id
+        ]
+        if new:
+            raise PresentationError(
+                f"the groups hold parameters that were never added: {'; '.join(new)}. Their state has no memory, and a "
+                "step makes none; use add_param_group."
+            )
+        self._index(groups)
+
+    def _rebase(self, groups: Groups, shards: Sequence[Tensor]) -> None:
+        """Parameters have other memory than before (``to_empty``, ``param.data = ...``)."""
+        problems = [
+            f"{one.name}: it was {one.kind} when the optimizer was made, and is {Kind.of(shard)} now; make a new one."
+            for one, shard in zip(self.held, shards, strict=True)
+            if Kind.of(shard) != one.kind or shard.stride() != one.shard.stride()
+        ]
+        problems += [f"{one.name}: {why}." for one in self.held if (why := check_param(one.param)) is not None]
+        if problems:
+            raise PlacementError("parameters were replaced:\n" + "\n".join(problems))
+        moved = [
+            one
+            for one, shard, known in zip(self.held, shards, self._addresses, strict=True)
+            if shard.data_ptr() != known
+        ]
+        for one, shard in zip(self.held, shards, strict=True):
+            one.shard = shard
+        self._index(groups)
+        for one in moved:
+            follow(one, loaded=False)
+
+    def adopt(self, state: State) -> None:
+        """Brings values that were put into the state into its memory, and the memory's own tensors back into it.
+
+        A parameter without any state starts anew.
+
+        Raises:
+            PlacementError: what is there does not fit; all of it is listed, and nothing was changed.
+        """
+        fills: list[Fill] = []
+        anew: list[Held] = []
+        problems: list[str] = []
+        for one in self.held:
+            live = state.get(one.param) or {}
+            if not any(name in live for name in one.own):
+                anew.append(one)
+                continue
+            for name, own in one.own.items():
+                if name not in live:
+                    continue
+                found = (own, own) if live[name] is own else fit(one, name, live[name])
+                if isinstance(found, str):
+                    problems.append(f"{one.name}: {found}.")
+                elif live[name] is not own:
+                    fills.append(found)
+            fills += missing_masters(one, live)
+            lacking = [name for name in one.own if name not in live and name not in (MASTER, REMAINDER)]
+            problems += [f"{one.name}: state {name!r} was taken out, and the rest of it was not." for name in lacking]
+        if problems:
+            raise PlacementError("state was replaced by what does not fit:\n" + "\n".join(problems))
+        copy_all(staged(fills))
+        for one in anew:
+            one.reset()
+        for one in self.held:
+            state.setdefault(one.param, {}).update(one.own)
+        self._dicts, self._values = _held_in(state)
+
+    def refresh_masters(self) -> None:
+        """Makes every master the parameter's own value."""
+        copy_all([fill for one in self.held for fill in missing_masters(one, {})])
+        self.masters.note()
+
+    def look(self, groups: Groups, state: State) -> Found:
+        """Checks all that can be wrong with a step, without communication; what it finds is for the next ``update``.
+
+        Raises:
+            ShardoptError: the step must not run; nothing was changed.
+        """
+        self.poison.check()
+        self.check(groups, state)
+        lacking = self._table.without_maximum(self._flags(groups))
+        if lacking:
+            raise PresentationError(
+                f"amsgrad is on, and the optimizer was made without memory for maxima of {', '.join(lacking[:5])}"
+                f"{', ...' * (len(lacking) > 5)}; make it with amsgrad=True."
+            )
+        _refuse_numbers(groups)
+        found = self.gradients.look()
+        if self.clip is not None and (
+            self.clip.witness is not self.gradients.witness() or self.clip.marks != self.gradients.marks()
+        ):
+            raise PresentationError(
+                "gradients have changed since clip_grad_norm_, whose factor is for the step of the very gradients it "
+                "has read. Call it after the last backward pass, right before the step; zero_grad() drops the factor."
+            )
+        return found
+
+    def update(self, found: Found, groups: Groups, *, grad_scale: float = 1.0) -> None:
+        """Collective, where gradients are not placed like their parameters. One step.
+
+        Args:
+            found: what ``look`` has found.
+            groups: of the optimizer.
+            grad_scale: factor of all gradients, besides that of a clip.
+        """
+        self.has_written = False
+        self.gradients.complete(found)
+        address, code, has = self.gradients.addresses(found)
+        self.masters.follow()
+        if not has.any():
+            self.clip = None
+            return
+        which, table = _grouped(self._group_of, self._table.steps() + 1, has, groups)
+        self._table.set_gradients(address, code, which, self._flags(groups))
+        rows, names = self._table.chosen(has)
+        factor = grad_scale if self.clip is None else grad_scale * self.clip.factor
+        try:
+            self.has_written = True
+            adamw_rows(rows, table, seed=self._seed, grad_scale=factor, num_threads=self._threads, names=names)
+            self._table.count(has)
+            self._table.mark_written(has)
+            self.masters.note()
+        except (ValueError, TypeError):
+            # The kernel looks at everything before it writes.
+            self.has_written = False
+            raise
+        except BaseException as error:
+            self.poison.set("step", error)
+            raise
+        self.clip = None
+
+    def _flags(self, groups: Groups) -> NDArray[np.bool_]:
+        """Which parameters use maxima."""
+        return np.array([bool(group["amsgrad"]) for group in groups], np.bool_)[self._group_of]
+
+
+def hypers(groups: Groups, pairs: Sequence[tuple[int, int]]) -> Table:
+    """The kernel's table of numbers: for each pair of a group and a step one row.
+
+    Raises:
+        ValueError: numbers of a group are out of range; all of them are named.
+    """
+    table = np.zeros(len(pairs), HYPER)
+    problems: list[str] = []
+    for row, (index, step) in enumerate(pairs):
+        group = groups[index]
+        beta1, beta2 = map(float, group["betas"])
+        lr, eps, decay = (float(group[key]) for key in ("lr", "eps", "weight_decay"))
+        try:
+            table[row] = adamw_hyper(
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                eps=eps,
+                weight_decay=decay,
+                step=step,
+                maximize=bool(group["maximize"]),
+            )
+        except ValueError as error:
+            problems.append(f"group {index}: {error}")
+        if not group.get("decoupled_weight_decay", True):
+            problems.append(f"group {index}: decoupled_weight_decay is off, which is Adam; this is AdamW")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return table
+
+
+def _refuse_numbers(groups: Groups) -> None:
+    hypers(groups, [(index, 1) for index in range(len(groups))])
+
+
+def _grouped(
+    group_of: NDArray[np.int64], steps: NDArray[np.int64], has: NDArray[np.bool_], groups: Groups
+) -> tuple[NDArray[np.int64], Table]:
+    """For each parameter the row of its numbers, and these rows; without a gradient it does not matter which."""
+    # One number for each pair: few are different, and most often they are one per group.
+    pairs, which = np.unique((group_of * (1 << 40) + steps)[has], return_inverse=True)
+    rows = np.zeros(len(has), np.int64)
+    rows[has] = which.reshape(-1)
+    return rows, hypers(groups, [divmod(int(pair), 1 << 40) for pair in pairs])
+
+
+def _held_in(state: Mapping[Any, Any]) -> tuple[list[object], list[object]]:
+    """The dicts of the state, and what is in them; state under a name is not the engine's."""
+    dicts = [entries for entries in state.values() if type(entries) is dict]
+    return list(dicts), [value for entries in dicts for value in entries.values()]
+
+
+def _same(left: Sequence[object], right: Sequence[object]) -> bool:
+    """Whether both hold the same objects in the same order."""
+    return len(left) == len(right) and all(map(is_, left, right))

@@ -1,0 +1,135 @@
+"""Host slabs: memory of exactly the size that the optimizer's state has, cut into flat pieces."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Slabs", "plan_pieces"]
+
+_WIDEST_ALIGNMENT = 256
+# A piece may waste less than this part of itself to be aligned: all of them together stay below 1 %.
+_MOST_WASTE = 128
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+def plan_pieces(sizes: Sequence[int], items: Sequence[int]) -> tuple[list[int], int]:
+    """Where pieces start in one slab, one behind the other, and how many bytes they take.
+
+    A piece of 32 KiB or more starts at a multiple of 256 bytes, a smaller one at that of a power of two that is at most
+    a 128th of it, and at that of its element size.
+
+    Args:
+        sizes: bytes of each piece.
+        items: bytes of an element of each, powers of two; never growing, or gaps appear between tiny pieces.
+    """
+    starts: list[int] = []
+    end = 0
+    for size, item in zip(sizes, items, strict=True):
+        # The largest power of two that is at most a 128th of the size.
+        fitting = 1 << max((size // _MOST_WASTE).bit_length() - 1, 0)
+        alignment = max(item, min(_WIDEST_ALIGNMENT, fitting))
+        starts.append(-(-end // alignment) * alignment)
+        end = starts[-1] + size
+    return starts, end
+
+
+class _Mapping(mmap.mmap):
+    """Anonymous memory that lives as long as a tensor over it; the last one's end unregisters and frees it."""
+
+    address = 0
+    registered = False
+
+    def __del__(self) -> None:
+        # The CUDA runtime must let go of the pages before they are unmapped.
+        if self.registered:
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(self.address)
+
+
+class Slabs:
+    """Makes the memory of one optimizer's state. Nothing keeps it but the tensors over it.
+
+    Attributes:
+        nbytes: of all slabs that were made, as they were asked for from the system.
+        pin: whether slabs are registered with CUDA, so that copies to and from a device run by themselves.
+    """
+
+    def __init__(self, *, pin: bool) -> None:
+        self.pin = pin
+        self.nbytes = 0
+
+    def make(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """Flat tensors of zeros, each with a storage of its own over its part of a new slab.
+
+        The memory is not touched: pages come to be where a thread first writes to them.
+
+        Args:
+            wanted: number of elements and dtype of each piece. Wide dtypes first keep the slab exact.
+
+        Raises:
+            MemoryError: the system gives no address space of that size.
+        """
+        items = [dtype.itemsize for _, dtype in wanted]
+        sizes = [numel * item for (numel, _), item in zip(wanted, items, strict=True)]
+        starts, nbytes = plan_pieces(sizes, items)
+        if nbytes == 0:
+            return [_empty(dtype) for _, dtype in wanted]
+        mapping = self._map(nbytes)
+        self.nbytes += nbytes
+        # A storage for each: saving or copying one tensor takes its own bytes along, not the slab's.
+        return [
+            torch.frombuffer(mapping, dtype=dtype, count=numel, offset=start) if numel else _empty(dtype)
+            for start, (numel, dtype) in zip(starts, wanted, strict=True)
+        ]
+
+    def _map(self, nbytes: int) -> _Mapping:
+        try:
+            # Private: shared memory would be subject to the size of /dev/shm, and gets no huge pages by default.
+            mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"the optimizer's state needs a slab of {nbytes} bytes on the host: {error}") from error
+        mapping.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        if nbytes >= _HUGE_PAGE_BYTES:
+            _advise_huge_pages(mapping)
+        if self.pin:
+            self._register(mapping, nbytes)
+        return mapping
+
+    def _register(self, mapping: _Mapping, nbytes: int) -> None:
+        """Locks the slab's pages for CUDA; where that fails, warns once and goes on without."""
+        why = "torch finds no CUDA device"
+        if torch.cuda.is_available():
+            runtime: Any = torch.cuda.cudart()
+            code = runtime.cudaHostRegister(mapping.address, nbytes, 0)
+            if int(code) == 0:
+                mapping.registered = True
+                return
+            why = f"cudaHostRegister of {nbytes} bytes gave error {int(code)} (see `ulimit -l`)"
+        self.pin = False
+        warnings.warn(
+            f"{why}, so the optimizer's state stays in pageable memory. pin_memory=False says that this is meant.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _empty(dtype: torch.dtype) -> Tensor:
+    # On the host whatever the default device is.
+    return torch.empty(0, dtype=dtype, device="cpu")
+
+
+def _advise_huge_pages(mapping: _Mapping) -> None:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        # A kernel built without them says so; it is advice, and pages of the usual size hold the same.
+        return
