@@ -65,7 +65,7 @@ def test_host_kernel(tmp_path: Path) -> None:
         check_conditions(line)
         assert all(len(times) == 2 and min(times) > 0 for times in line["samples"].values())
     assert {"step, torch fused", "step", "probe", "clip + step, torch", "clip + step"} <= set(lines[0]["samples"])
-    assert output.count("times the speed of") == 4
+    assert output.count("times the speed of") == 5
 
 
 @pytest.mark.slow

@@ -232,6 +232,25 @@ def test_an_infinite_parameter_stays_infinite_as_in_torch(weight_decay: float) -
 
 
 @pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_the_largest_second_moment_is_nan_as_soon_as_one_is_as_in_torch(isa: str, moments: torch.dtype) -> None:
+    one, nan = torch.ones(67), torch.full((67,), torch.nan)
+    for grad, largest in ((nan, one), (one, nan)):
+        got = Buffers(
+            param=one.clone(),
+            grad=grad,
+            exp_avg=one.to(moments),
+            exp_avg_sq=one.to(moments),
+            max_exp_avg_sq=largest.to(moments),
+        )
+        stepped = got.clone()  # of tensors that are one in fp32
+        adamw_rows(rows_of([stepped]), hypers_of(), seed=3, isa=isa)
+        assert stepped.max_exp_avg_sq is not None
+        assert stepped.max_exp_avg_sq.isnan().all()
+        assert stepped.param.isnan().all()
+
+
+@pytest.mark.parametrize("isa", available_isas())
 def test_the_scale_of_gradients_is_as_if_they_had_been_multiplied(isa: str) -> None:
     inputs = made(67, Format(param="fp32"))
     for scale in (1.0, 0.37, 1 / 65536):
