@@ -9,7 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shardopt import _host
+from shardopt._host import adamw_rows as _adamw_rows
+from shardopt._host import available_isas as _available_isas
+from shardopt._host import sum_of_squares as _sum_of_squares
+from shardopt._host import zero_moments as _zero_moments
 from shardopt.swap.kernel_rows import HYPER, ROW, DtypeCode, MasterKind, Table, adamw_hyper
 
 __all__ = [
@@ -38,7 +41,7 @@ def available_isas() -> tuple[str, ...]:
 
     All levels give the same bits. ``"scalar"`` is the reference, ``"lanes16"`` is plain 16-lane C++ for any CPU.
     """
-    return tuple(_host.available_isas())
+    return tuple(_available_isas())
 
 
 def default_threads(local_world_size: int | None = None) -> int:
@@ -101,7 +104,7 @@ def adamw_rows(
     if not 0 <= seed < _SEEDS:
         raise ValueError(f"seed is {seed!r}; it must be 0 to 2**64 - 1")
     _refuse(
-        _host.adamw_rows(
+        _adamw_rows(
             _bytes("rows", rows, ROW),
             _bytes("hypers", hypers, HYPER),
             seed,
@@ -127,7 +130,7 @@ def sum_of_squares(
     """
     sums = np.empty(len(rows), np.float64)
     threads = _chosen_threads(num_threads)
-    _refuse(_host.sum_of_squares(_bytes("rows", rows, ROW), sums, threads, _chosen_isa(isa)), names)
+    _refuse(_sum_of_squares(_bytes("rows", rows, ROW), sums, threads, _chosen_isa(isa)), names)
     return sums
 
 
@@ -137,7 +140,7 @@ def first_touch(rows: Table, *, num_threads: int | None = None, names: Sequence[
     A table is shared among ``num_threads`` the same way each time, so this places fresh memory on the right NUMA node.
     Of a row only the moments, ``moment_dtype`` and ``numel`` count. Arguments and errors are those of ``adamw_rows``.
     """
-    _refuse(_host.zero_moments(_bytes("rows", rows, ROW), _chosen_threads(num_threads)), names)
+    _refuse(_zero_moments(_bytes("rows", rows, ROW), _chosen_threads(num_threads)), names)
 
 
 def _bytes(name: str, table: Table, dtype: np.dtype[np.void]) -> NDArray[np.uint8]:
