@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.ranks.codec_runs import OWN, Case, failing_codec_job, load_job, rank_local_job, save_job, whole
@@ -57,7 +57,15 @@ def test_values_survive_any_shapes_blocks_and_meshes(
 ) -> None:
     examples = 0
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    # Not made smaller: each try costs seconds, and the 20 parameters of one say enough.
+    @settings(
+        max_examples=25,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        phases=[Phase.generate],
+        database=None,
+    )
     @given(st.lists(CASES, min_size=MANY, max_size=MANY), st.integers(0, 4), st.integers(0, 4), st.booleans())
     def many(cases: list[Case], source: int, target: int, by_path: bool) -> None:
         nonlocal examples

@@ -65,6 +65,35 @@ class Raises(Momentum8Codec):
         raise ValueError("no kernel for this size")
 
 
+class Copies(Momentum8Codec):
+    def read(self, subject: Subject, state: Mapping[str, Any], entry: str) -> Any:
+        value = super().read(subject, state, entry)
+        return Blocks(value.form, value.codes.clone(), value.scales.clone()) if isinstance(value, Blocks) else value
+
+
+class MakesFlat(Momentum8Codec):
+    def write(self, subject: Subject, entry: str, value: Any) -> Mapping[str, Any]:
+        made = dict(super().write(subject, entry, value))
+        return {**made, "momentum": made["momentum"].reshape(-1)}
+
+
+class HidesAPart(Momentum8Codec):
+    def parts(self, entry: str) -> tuple[str, ...]:
+        return ("momentum",)
+
+
+class WritesToValues(Momentum8Codec):
+    def quantise(self, values: Tensor, form: Form) -> Blocks:
+        made = super().quantise(values, form)
+        values.zero_()
+        return made
+
+
+class NamesNothing(Momentum8Codec):
+    def entries(self, subject: Subject) -> tuple[str, ...]:
+        return ()
+
+
 class SeesNothing(Momentum8Codec):
     def read(self, subject: Subject, state: Mapping[str, Any], entry: str) -> Any:
         return None
@@ -81,6 +110,11 @@ class SeesNothing(Momentum8Codec):
         (RoundsTwice, "more than one step"),
         (Raises, "ValueError: no kernel for this size"),
         (SeesNothing, "it is not there after a step"),
+        (Copies, "read gives a copy"),
+        (MakesFlat, "does not step|steps on otherwise"),
+        (HidesAPart, "which parts does not name"),
+        (WritesToValues, "quantise has written to the values it was given"),
+        (NamesNothing, "entries names nothing"),
     ],
 )
 def test_a_mistake_is_found(codec: type[Momentum8Codec], said: str) -> None:

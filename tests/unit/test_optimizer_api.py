@@ -56,7 +56,8 @@ def test_an_overridden_method_takes_what_torchs_takes(name: str) -> None:
 
 
 def test_every_public_name_resolves() -> None:
-    assert len(set(shardopt.__all__)) == len(shardopt.__all__) <= 24
+    # Few, so that they can be known; ten of them are errors.
+    assert len(set(shardopt.__all__)) == len(shardopt.__all__) <= 26
     for name in shardopt.__all__:
         assert getattr(importlib.import_module("shardopt"), name) is not None
     assert {"ShardedStateOptimizer", "LoadError", "__version__"} <= set(shardopt.__all__)

@@ -37,6 +37,15 @@ class Form:
     table: Tensor | None = None
     per_byte: int = 1
 
+    def __post_init__(self) -> None:
+        if self.block < 1 or self.per_byte not in (1, 2) or (self.per_byte == 2 and self.block % 2):
+            raise ValueError(
+                f"blocks of {self.block} elements with {self.per_byte} codes in a byte: expected at least one element, "
+                "one or two codes, and of two an even block."
+            )
+        if self.codes is not None and self.codes.itemsize != 1:
+            raise ValueError(f"codes are {self.codes}; expected a dtype of one byte.")
+
     def is_like(self, other: Form) -> bool:
         """Whether codes and scales mean the same in both."""
         mine = (self.block, self.codes, self.scales, self.per_byte, self.table is None)
@@ -148,7 +157,6 @@ _REGISTERED: dict[str, Codec] = {}
 # By the module that its classes are in, the module that knows them. Neither is imported before it is needed.
 _KNOWN: dict[str, str] = {
     "bitsandbytes.optim": "shardopt.layouts.adapters.bitsandbytes",
-    "gefen": "shardopt.layouts.adapters.gefen",
     "torchao.optim": "shardopt.layouts.adapters.torchao",
 }
 
@@ -173,7 +181,9 @@ def codec_of(optimizer: torch.optim.Optimizer) -> Codec | None:
     name = qualified(type(optimizer))
     if name in _REGISTERED:
         return _REGISTERED[name]
+    # Users' subclasses of a library's classes keep what these keep.
+    modules = [f"{kind.__module__}." for kind in type(optimizer).__mro__]
     for package, adapter in _KNOWN.items():
-        if name.startswith(package + "."):
+        if any(module.startswith(package + ".") for module in modules):
             return importlib.import_module(adapter).codec_for(optimizer)
     return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardopt.geometry import Box
 
-__all__ = ["Grid", "flat_range"]
+__all__ = ["Grid", "covering_of_any", "flat_range"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +68,20 @@ def flat_range(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
     for offset, length in zip(box.offset, shape, strict=True):
         start = start * length + offset
     return start, start + box.volume
+
+
+def covering_of_any(param_shape: tuple[int, ...], cells_shape: tuple[int, ...], box: Box) -> Box | None:
+    """Cells that cover a box, for whatever size of blocks there are so many of; None if there is none."""
+    rows = param_shape[-1] if param_shape else 0
+    if len(param_shape) > 1 and len(cells_shape) == len(param_shape):
+        fits = cells_shape[:-1] == param_shape[:-1] and cells_shape[-1] and rows % cells_shape[-1] == 0
+        return Grid(param_shape, rows // cells_shape[-1]).covering(box) if fits else None
+    num_elements, num_cells = math.prod(param_shape), math.prod(cells_shape)
+    if len(cells_shape) != 1 or not num_cells or not box.volume:
+        return Box((0,), (0,)) if len(cells_shape) == 1 else None
+    # Of all such sizes the least counts cells fastest, the largest slowest.
+    least = -(-num_elements // num_cells)
+    largest = (num_elements - 1) // (num_cells - 1) if num_cells > 1 else num_elements
+    start, stop = flat_range(param_shape, box) or (0, num_elements)
+    first = start // largest
+    return Box((first,), (min((stop - 1) // least + 1, num_cells) - first,))

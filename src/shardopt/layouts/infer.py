@@ -63,6 +63,11 @@ def infer(tracked: Tracked, entry: str, value: Any, *, elementwise: bool) -> Lay
             f"{tracked.fqn}: state {entry!r} is a {kind} tensor of shape {tuple(value.shape)}, whose bytes have no "
             "known place; keep dense tensors in state."
         )
+    if hasattr(value, "__tensor_flatten__"):
+        raise PlacementError(
+            f"{tracked.fqn}: state {entry!r} is a {type(value).__module__}.{type(value).__qualname__}, which is made "
+            "of tensors; say what they are with shardopt.register_codec, or keep them in state themselves."
+        )
     if isinstance(value, Tensor):
         return _infer_tensor(tracked, entry, value, elementwise)
     if not _holds_tensor(value):

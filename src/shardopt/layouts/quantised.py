@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardopt.geometry import Box
 from shardopt.layouts.codec import Form
 from shardopt.layouts.grid import Grid
+from shardopt.torch_compat import local_shard
 
-__all__ = ["CODES_PER_BYTE", "Piece", "Stored", "apart", "looked_up", "together", "unpacked", "values_of"]
+__all__ = ["CODES_PER_BYTE", "Piece", "Stored", "apart", "looked_up", "memory_of", "together", "unpacked", "values_of"]
 
 # Elements that are worked on at a time, so that indices (8 bytes each) stay small beside what they look up.
 _AT_ONCE = 1 << 20
@@ -133,6 +135,17 @@ def together(codes: Tensor, per_byte: int) -> Tensor:
     """The same the other way, 1-D; of pairs there must be no half one."""
     flat = codes.reshape(-1)
     return flat if per_byte == 1 else (flat[::2] << 4) | flat[1::2]
+
+
+def memory_of(value: object) -> list[int]:
+    """Where the memory of a tensor begins, or of the tensors it is made of; empty for what is no tensor."""
+    if isinstance(value, DTensor):
+        value = local_shard(value)
+    if not isinstance(value, Tensor):
+        return []
+    if hasattr(value, "__tensor_flatten__"):
+        return [address for name in value.__tensor_flatten__()[0] for address in memory_of(getattr(value, name))]
+    return [value.data_ptr()]
 
 
 def _slices(box: Box) -> Iterator[Box]:

@@ -177,14 +177,14 @@ def put_quantised(
     has_segments = False
     for name in codec.entries(subject):
         entry = record.entries[name]
-        value = None if own is None or own.says_nothing else own.values[name]
-        form = codec.form(subject, name)
-        block = form.block if isinstance(form, Form) else None
+        # An empty shard has nothing to write; an empty parameter has its key.
+        silent = own is None or (own.says_nothing and 0 not in tracked.shape)
+        value = None if own is None or silent else own.values[name]
         box = Box.whole(()) if own is None else own.box
         codes = _codes_parts(tracked, entry, value, box)
         handles[state_key(tracked.fqn, name)] = codes_handle(tracked, *codes)
         scales = _scales_parts(tracked, entry, value, box)
-        handles[scale_key(tracked.fqn, name)] = scales_handle(tracked, block, *scales)
+        handles[scale_key(tracked.fqn, name)] = scales_handle(tracked, *scales)
         if isinstance(entry, BlockwiseEntry) and entry.segments:
             has_segments = True
             chunks += _own_segments(entry, value, box)
@@ -238,14 +238,9 @@ def saved_form(entry: BlockwiseEntry, block: int, table: str | None, tables: Jso
     """What codes and scales of a saved entry mean.
 
     Raises:
-        PlacementError: the checkpoint lacks the table.
+        PlacementError: the checkpoint lacks the table, or has another one under its name.
     """
-    meaning = None
-    if table is not None:
-        text = tables.get(table) if isinstance(tables, dict) else None
-        if not isinstance(text, str):
-            raise PlacementError(f"{path}: the checkpoint lacks the table {table!r} of its codes: it is damaged.")
-        meaning = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32).clone()
+    meaning = None if table is None else _table(tables, table, path)
     return Form(
         block=block,
         codes=None if entry.codes is None else dtype_from_name(entry.codes, path),
@@ -253,3 +248,17 @@ def saved_form(entry: BlockwiseEntry, block: int, table: str | None, tables: Jso
         table=meaning,
         per_byte=entry.per_byte,
     )
+
+
+def _table(tables: Json, name: str, path: str) -> Tensor:
+    text = tables.get(name) if isinstance(tables, dict) else None
+    try:
+        raw = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+    except ValueError:
+        raw = b""
+    # The name says what it is.
+    if not raw or len(raw) % 4 or hashlib.blake2b(raw, digest_size=8).hexdigest() != name:
+        raise PlacementError(
+            f"{path}: the table {name!r} of its codes is lacking or changed: the checkpoint is damaged."
+        )
+    return torch.frombuffer(bytearray(raw), dtype=torch.float32).clone()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardopt.errors import ShardoptError
 from shardopt.geometry import Box
-from shardopt.layouts.grid import Grid
+from shardopt.layouts.grid import Grid, covering_of_any
 from shardopt.layouts.quantised import CODES_PER_BYTE
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.bound import ThisProcessOnly
@@ -91,21 +91,15 @@ def codes_handle(
 
 
 def scales_handle(
-    tracked: Tracked,
-    block: int | None,
-    shape: tuple[int, ...] | None,
-    dtype: torch.dtype | None,
-    parts: Sequence[tuple[Box, Tensor]],
+    tracked: Tracked, shape: tuple[int, ...] | None, dtype: torch.dtype | None, parts: Sequence[tuple[Box, Tensor]]
 ) -> GridHandle:
-    """Of a parameter's scales; absent without a shape. ``block`` is what this optimizer makes blocks of, if any."""
-    box = tracked.state_box
-    grid = None if block is None else Grid(tracked.shape, block)
+    """Of a parameter's scales; absent without a shape."""
+    whole, box = tracked.shape, tracked.state_box
 
     def ask(saved: tuple[int, ...]) -> Box | None:
-        if box is None or saved == ABSENT_SHAPE or math.prod(saved) > math.prod(tracked.shape):
+        if box is None or saved == ABSENT_SHAPE or math.prod(saved) > math.prod(whole):
             return None
-        # Of blocks of another size all scales, which are few.
-        return grid.covering(box) if grid is not None and saved == grid.shape else Box.whole(saved)
+        return covering_of_any(whole, saved, box)
 
     if shape is None or dtype is None:
         return GridHandle.absent(ask, tracked.local.device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias, TypeVar
 
 from shardopt.errors import FormatError
-from shardopt.portable.segments import BlockwiseEntry, blockwise_contradictions, blockwise_json
+from shardopt.portable.segments import BlockwiseEntry, blockwise_contradictions, blockwise_json, overlapping_spans
 from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import is_dtype_name
 
@@ -297,10 +297,16 @@ def _parameter_contradictions(manifest: Manifest, record: ParameterRecord, group
     )
     if whole != (record.blob is not None) or (record.blob or 0) < 0:
         yield f"has a blob of {record.blob} bytes and {'some' if whole else 'no'} entries in it"
-    for name, entry in record.entries.items():
-        if isinstance(entry, BlockwiseEntry):
-            for problem in blockwise_contradictions(entry, record.shape):
-                yield f"entry {name!r}: {problem}"
+    yield from _blocks_contradict(record)
+
+
+def _blocks_contradict(record: ParameterRecord) -> Iterator[str]:
+    blockwise = {name: entry for name, entry in record.entries.items() if isinstance(entry, BlockwiseEntry)}
+    if overlapping_spans(blockwise.values()):
+        yield "has shards that share bytes of its blob"
+    for name, entry in blockwise.items():
+        for problem in blockwise_contradictions(entry, record.shape):
+            yield f"entry {name!r}: {problem}"
 
 
 def _sorted(mapping: Mapping[str, _Item]) -> dict[str, _Item]:

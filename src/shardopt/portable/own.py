@@ -13,7 +13,7 @@ from shardopt.portable.packing import pack
 
 __all__ = ["BOX", "own_handles", "rank_local_handles"]
 
-BOX = ""
+BOX = "(shard)"
 """Among a rank's own entries of a sharded parameter: offset and size of its shard."""
 
 

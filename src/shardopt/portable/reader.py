@@ -132,7 +132,7 @@ def _wanted(
             elif isinstance(entry, BlockwiseEntry):
                 handles[state_key(fqn, name)] = codes_handle(tracked[fqn], None, None, [])
                 stored_as[state_key(fqn, name)] = state_key(saved_fqn, name)
-                handles[scale_key(fqn, name)] = scales_handle(tracked[fqn], entry.block, None, None, [])
+                handles[scale_key(fqn, name)] = scales_handle(tracked[fqn], None, None, [])
                 stored_as[scale_key(fqn, name)] = scale_key(saved_fqn, name)
             elif isinstance(entry, PerRankEntry) and own_index < manifest.world_size:
                 for key, saved_key in zip(rank_keys(own_index, fqn), rank_keys(own_index, saved_fqn), strict=True):

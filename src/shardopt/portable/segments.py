@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from shardopt.portable.tagged import Json
-from shardopt.portable.tensor_bytes import is_dtype_name
+from shardopt.portable.tensor_bytes import dtype_from_name, is_dtype_name
 
 __all__ = [
     "BLOCKWISE_FIELDS",
@@ -16,6 +17,7 @@ __all__ = [
     "Segment",
     "blockwise_contradictions",
     "blockwise_json",
+    "overlapping_spans",
     "read_blockwise",
 ]
 
@@ -157,7 +159,7 @@ def blockwise_contradictions(entry: BlockwiseEntry, shape: tuple[int, ...]) -> I
     if entry.per_byte not in (1, 2):
         yield f"{entry.per_byte} codes in a byte"
     blocks = [one.block for one in entry.segments if one.values is None] or [entry.block]
-    if any(block is None or block < 1 for block in blocks):
+    if any(block is None or block < 1 or (entry.per_byte == 2 and block % 2) for block in blocks):
         yield f"blocks of {blocks} elements"
     for one in entry.segments:
         ends = [offset + size for offset, size in zip(one.offset, one.size, strict=False)]
@@ -165,3 +167,16 @@ def blockwise_contradictions(entry: BlockwiseEntry, shape: tuple[int, ...]) -> I
             yield f"a shard at {one.offset} of size {one.size}, in a parameter of shape {shape}"
     if entry.segments and sum(math.prod(one.size) for one in entry.segments) != math.prod(shape):
         yield f"shards that are not together the shape {shape}"
+
+
+def overlapping_spans(entries: Iterable[BlockwiseEntry]) -> bool:
+    """Whether two shards of one parameter have the same bytes of its blob."""
+    spans = sorted((one.at, one.at + _num_bytes(entry, one)) for entry in entries for one in entry.segments)
+    return any(end > start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def _num_bytes(entry: BlockwiseEntry, one: Segment) -> int:
+    dtype = one.values or entry.scales
+    volume = math.prod(one.size)
+    count = volume if one.values is not None or not one.block else -(-volume // one.block)
+    return count * dtype_from_name(dtype, "a shard").itemsize if is_dtype_name(dtype) else 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardopt.errors import PlacementError, ScopeError
-from shardopt.layouts.declared import ATTRIBUTE, MASTER, checked_layouts, layouts_of
+from shardopt.layouts.declared import ATTRIBUTE, MASTER, RANK_LOCAL, checked_layouts, layouts_of
 from shardopt.layouts.tracked import Tracked, check_device, track
 from shardopt.naming import Name, name_parameters
 from shardopt.presentation.choice import choose
@@ -74,6 +74,12 @@ def make_part(inner: torch.optim.Optimizer, compute: str, layouts: Mapping[str, 
     part = Part(inner, presentation, choice, declared)
     if part.codec is not None:
         presentation.constants = part.codec.constants(inner)
+        own = sorted(name for name, layout in declared.items() if layout == RANK_LOCAL)
+        if own:
+            raise PlacementError(
+                f"layouts: {own} are declared 'rank_local', and state of {type(inner).__name__} is quantised, which is "
+                "known: leave the declaration out."
+            )
     return part
 
 

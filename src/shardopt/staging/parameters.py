@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -39,8 +40,18 @@ from shardopt.torch_compat import local_shard
 __all__ = ["plan_fresh", "plan_parameter"]
 
 
-def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> ParameterPlan:
-    """Plans every entry the checkpoint has for the parameter; problems go to the report."""
+def plan_parameter(
+    tracked: Tracked, inventory: Inventory, source: Source, report: Report, values: Mapping[str, Any]
+) -> ParameterPlan:
+    """Plans every entry the checkpoint has for the parameter; problems go to the report.
+
+    Args:
+        tracked: the parameter.
+        inventory: of its optimizer.
+        source: what is loaded.
+        report: gets what is found.
+        values: of its group, as they are after the load.
+    """
     part = inventory.part_of(tracked)
     saved = source.record(tracked)
     plan = ParameterPlan(part.inner.state, tracked.param)
@@ -52,21 +63,28 @@ def plan_parameter(tracked: Tracked, inventory: Inventory, source: Source, repor
         return plan
     if tracked.keeping is Keeping.ELSEWHERE:
         return plan
-    if "" in saved.entries:
+    if isinstance(saved.entries.get(""), PerRankEntry):
         plan_own(plan, tracked, inventory, source, report)
     else:
-        _plan_entries(plan, tracked, inventory, source, report)
+        _plan_entries(plan, tracked, inventory, source, report, values)
     return plan
 
 
-def _plan_entries(plan: ParameterPlan, tracked: Tracked, inventory: Inventory, source: Source, report: Report) -> None:
+def _plan_entries(
+    plan: ParameterPlan,
+    tracked: Tracked,
+    inventory: Inventory,
+    source: Source,
+    report: Report,
+    values: Mapping[str, Any],
+) -> None:
     saved = source.record(tracked)
     live = inventory.state_of(tracked) or {}
     _refuse_without_memory(tracked, inventory, source, report)
     whole = _unpack_whole(tracked, source, report)
     codec = inventory.codec_of(tracked)
     if codec is not None:
-        plan_quantised(plan, tracked, inventory, codec, source, report)
+        plan_quantised(plan, tracked, inventory, codec, source, report, values)
     if PerRankEntry in map(type, saved.entries.values()):
         plan_rank_local(plan, tracked, inventory, source, report)
     quantised = inventory.quantised_entries(tracked)

@@ -103,11 +103,12 @@ def prepare(inventory: Inventory, state_dict: Mapping[str, Any], options: LoadOp
     _compare_names(inventory, match, options, report)
     _compare_classes(inventory, manifest, match, options, report)
     source = Source(manifest, state_dict, from_storage, match.saved_as, options, _shared_memory(inventory, report))
+    groups = _plan_groups(inventory, manifest, match, options, report)
+    after = [plan.values_after() for plan in groups]
     parameters: list[ParameterPlan] = []
     for tracked in inventory.tracked:
         if not options.is_fresh(tracked.name) and tracked.fqn in match.saved_as:
-            parameters.append(plan_parameter(tracked, inventory, source, report))
-    groups = _plan_groups(inventory, manifest, match, options, report)
+            parameters.append(plan_parameter(tracked, inventory, source, report, after[tracked.group]))
     for tracked in inventory.tracked:
         if options.is_fresh(tracked.name):
             plan = groups[tracked.group]

@@ -2,62 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardopt.errors import FormatError, PlacementError
-from shardopt.geometry import Box
+from shardopt.geometry import Box, missing
 from shardopt.layouts.codec import Blocks, Codec, Form, Subject
 from shardopt.layouts.grid import Grid
-from shardopt.layouts.quantised import CODES_PER_BYTE, Piece, Stored, together, unpacked, values_of
+from shardopt.layouts.quantised import CODES_PER_BYTE, Piece, Stored, memory_of, together, unpacked, values_of
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.blockwise import TABLES, saved_form
-from shardopt.portable.handles import BytesHandle, Handle
-from shardopt.portable.keys import blob_key, scale_key, state_key
+from shardopt.portable.keys import scale_key, state_key
 from shardopt.portable.manifest import AbsentEntry, ElementwiseEntry, Entry
 from shardopt.portable.scratch import Scratch
-from shardopt.portable.segments import BlockwiseEntry, Segment
+from shardopt.portable.segments import BlockwiseEntry
 from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
 from shardopt.presentation.inventory import Inventory
-from shardopt.staging.plan import ParameterPlan, bytes_of, judge_values
+from shardopt.staging.arrivals import Arrivals, Arrived, Problem, held, part_of
+from shardopt.staging.plan import ParameterPlan, judge_values
 from shardopt.staging.report import Report
 from shardopt.staging.source import Source
 
 __all__ = ["plan_quantised"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """Cells of one tensor that a load has brought, or that another optimizer lends.
-
-    Attributes:
-        cells: which.
-        tensor: what they hold.
-        scratch: whose memory it is; None of what is lent.
-    """
-
-    cells: Box
-    tensor: Tensor
-    scratch: Scratch | None
-
-
-class _Problem(Exception):
-    """Why an entry cannot be loaded, for the report."""
-
-
 def plan_quantised(
-    plan: ParameterPlan, tracked: Tracked, inventory: Inventory, codec: Codec, source: Source, report: Report
+    plan: ParameterPlan,
+    tracked: Tracked,
+    inventory: Inventory,
+    codec: Codec,
+    source: Source,
+    report: Report,
+    values: Mapping[str, Any],
 ) -> None:
-    """Plans the entries of a parameter that its codec takes apart; problems go to the report."""
-    subject = inventory.subject(tracked)
+    """Plans the entries of a parameter that its codec takes apart; problems go to the report.
+
+    Args:
+        plan: gets them.
+        tracked: the parameter.
+        inventory: of its optimizer.
+        codec: of it.
+        source: what is loaded.
+        report: gets what is found.
+        values: of the parameter's group, as they are after the load: they may say how state is quantised.
+    """
+    before = inventory.subject(tracked)
+    subject = replace(before, group=values)
     live = inventory.quantised(tracked)
     saved = source.record(tracked).entries
     names = codec.entries(subject)
     there = [name for name in names if not isinstance(saved.get(name, AbsentEntry()), AbsentEntry)]
-    planning = _Planning(plan, tracked, subject, codec, source, report)
+    memory = set(chain.from_iterable(map(memory_of, (inventory.state_of(tracked) or {}).values())))
+    arrivals = Arrivals(plan, tracked, source, report)
+    planning = _Planning(plan, tracked, before, subject, codec, source, report, memory, arrivals)
     for name in names:
         label = f"{tracked.fqn}: state {name!r}"
         try:
@@ -69,7 +71,7 @@ def plan_quantised(
                 continue
             planning.place(name, value, live.get(name))
             report.restored.append(state_key(tracked.fqn, name))
-        except (_Problem, FormatError, PlacementError) as problem:
+        except (Problem, FormatError, PlacementError) as problem:
             report.problems.append(str(problem) if str(problem).startswith(label) else f"{label}: {problem}")
 
 
@@ -77,10 +79,13 @@ def plan_quantised(
 class _Planning:
     plan: ParameterPlan
     tracked: Tracked
+    before: Subject
     subject: Subject
     codec: Codec
     source: Source
     report: Report
+    memory: set[int]
+    arrivals: Arrivals
     # Of the entry that is being planned: scratch whose memory it would make its own.
     taking: list[Scratch] = field(default_factory=list)
 
@@ -91,15 +96,23 @@ class _Planning:
         wanted = self._wanted(name, live)
         if isinstance(entry, ElementwiseEntry):
             dtype = dtype_from_name(entry.dtype, label)
-            values = self._arrived(label, state_key, name, self.tracked.shape, box, dtype)
+            if not dtype.is_floating_point:
+                raise Problem(f"{label} is stored as numbers of {entry.dtype}, which no optimizer averages: damaged.")
+            values = self.arrivals.cells(label, state_key, name, self.tracked.shape, box, dtype)
             judge_values(label, values.tensor, self.source.options, self.report)
             if dtype == wanted:
                 return self._own(values)
-            return self._kept(name, values.tensor, wanted, "was not quantised")
+            if not isinstance(wanted, Form) and self.source.options.dtype != "live":
+                raise Problem(
+                    f"{label} was saved as {entry.dtype}, this optimizer keeps {dtype_name(wanted)}; dtype='live' "
+                    "converts floating-point state."
+                )
+            # A copy: it may be another optimizer's live memory, and nobody knows what quantising does to it.
+            return self._kept(label, name, values.tensor.to(torch.float32, copy=True), wanted, "was not quantised")
         if not isinstance(entry, BlockwiseEntry):
-            raise _Problem(f"{label} is stored as {entry.layout}, and {self.codec.name} keeps numbers or codes there.")
+            raise Problem(f"{label} is stored as {entry.layout}, and {self.codec.name} keeps numbers or codes there.")
         if entry.codec != self.codec.name:
-            raise _Problem(
+            raise Problem(
                 f"{label} was quantised by {entry.codec!r}, this optimizer by {self.codec.name!r}; what their codes "
                 "mean is not known to be the same."
             )
@@ -114,13 +127,20 @@ class _Planning:
         wanted = self._wanted(name, None)
         values = self.codec.backfill(self.subject, name)
         if values is None:
-            raise _Problem(
+            raise Problem(
                 f"{label} is not in the checkpoint, which has {there}, and nothing says what it would be; build the "
                 f"optimizer with the options it was saved with, or start the parameter anew: "
                 f"fresh=[{self.tracked.fqn!r}]."
             )
+        if tuple(values.shape) != tuple(self.subject.shard.shape):
+            raise Problem(
+                f"{label}: the rule of {self.codec.name} fills it with shape {tuple(values.shape)}, this rank's part "
+                f"of the parameter has {tuple(self.subject.shard.shape)}."
+            )
         self.report.notes.append(f"{label} is not in the checkpoint; it is filled by the rule of {self.codec.name}.")
-        return self.codec.quantise(values.float(), wanted) if isinstance(wanted, Form) else values.to(wanted)
+        if isinstance(wanted, Form):
+            return self._quantised(label, values.to(torch.float32, copy=True), wanted)
+        return values.to(wanted, copy=True)
 
     def place(self, name: str, value: Blocks | Tensor, live: Blocks | Tensor | None) -> None:
         """Puts it into live memory where that is alike, so that tensors keep their identity; else publishes it."""
@@ -132,7 +152,13 @@ class _Planning:
             pairs = [(live.scales, value.scales)]
             if live.codes is not None and value.codes is not None:
                 pairs.append((live.codes, value.codes))
-        pairs = None if pairs is None else [(mine, new.reshape(mine.shape)) for mine, new in pairs]
+        if pairs is not None and all(
+            mine.numel() == new.numel() and mine.data_ptr() in self.memory for mine, new in pairs
+        ):
+            pairs = [(mine, new.reshape(mine.shape)) for mine, new in pairs]
+        else:
+            # Another size, or copies that the codec has made: filling those would change nothing.
+            pairs = None
         if pairs is not None and all(self.source.takes(mine, new) for mine, new in pairs):
             self.plan.fill += pairs
         else:
@@ -142,66 +168,79 @@ class _Planning:
         self.plan.keep += [part for part in items if part not in self.plan.keep]
 
     def _wanted(self, name: str, live: Blocks | Tensor | None) -> Form | torch.dtype:
-        """How this optimizer keeps the entry: as it does now, else as it would make it."""
-        if live is None:
-            return self.codec.form(self.subject, name)
+        """How this optimizer keeps the entry: as it does now, or if it has none yet, or new options, as it would."""
+        after = self.codec.form(self.subject, name)
+        if live is None or not _alike(after, self.codec.form(self.before, name)):
+            return after
         return live.dtype if isinstance(live, Tensor) else live.form
 
-    def _kept(self, name: str, values: Tensor, wanted: Form | torch.dtype, why: str) -> Blocks | Tensor:
-        """Values as the optimizer keeps them; the report says what became of them."""
+    def _kept(self, label: str, name: str, values: Tensor, wanted: Form | torch.dtype, why: str) -> Blocks | Tensor:
+        """Values, which nobody else has, as the optimizer keeps them; the report says what became of them."""
         if isinstance(wanted, Form):
             self.report.requantise(self.tracked.fqn, name, why)
-            return self.codec.quantise(values.float().contiguous(), wanted)
-        if values.dtype == wanted:
-            return values
-        self.report.requantise(self.tracked.fqn, name, f"{why} and is kept as {dtype_name(wanted)}")
+            return self._quantised(label, values, wanted)
+        self.report.notes.append(f"{label} was saved otherwise, and is kept as {dtype_name(wanted)} here.")
         return values.to(wanted)
+
+    def _quantised(self, label: str, values: Tensor, form: Form) -> Blocks:
+        made = self.codec.quantise(values.contiguous(), form)
+        codes = None if made.codes is None else made.codes.numel() * made.form.per_byte
+        whole = -(-values.numel() // form.block)
+        if codes != (None if form.codes is None else values.numel()) or made.scales.numel() != whole:
+            raise Problem(
+                f"{label}: {self.codec.name} has made {codes} codes and {made.scales.numel()} scales of "
+                f"{values.numel()} values in blocks of {form.block}; shardopt.testing.check_codec finds out why."
+            )
+        return made
 
     def _from_grid(self, label: str, name: str, entry: BlockwiseEntry, wanted: Form | torch.dtype) -> Blocks | Tensor:
         shape, box = self.tracked.shape, self.tracked.state_box
         assert box is not None  # state that is elsewhere is planned elsewhere
         assert entry.block is not None  # without segments there is one, or the manifest was refused
         form = saved_form(entry, entry.block, entry.table, self._tables(), label)
+        _refuse_other_kind(label, form, wanted)
         grid = Grid(shape, entry.block)
-        scales = self._arrived(label, scale_key, name, grid.shape, grid.covering(box), form.scales)
+        scales = self.arrivals.cells(label, scale_key, name, grid.shape, grid.covering(box), form.scales)
         judge_values(label, scales.tensor, self.source.options, self.report)
         codes = None if form.codes is None else self._codes(label, name, entry, form.codes)
         if isinstance(wanted, Form) and wanted.is_like(form) and grid.holds(box):
             return Blocks(wanted, self._own(codes), self._own(scales, grid.covering(box)))
         source = Stored(form, Box.whole(shape), scales.tensor, grid, scales.cells)
         values = values_of(box, self._unpacked(entry, codes), [Piece(box, source)])
-        return self._kept(name, values, wanted, "had blocks that lie otherwise here")
+        return self._kept(label, name, values, wanted, "had blocks that lie otherwise here")
 
     def _from_shards(self, label: str, name: str, entry: BlockwiseEntry, wanted: Form | torch.dtype) -> Blocks | Tensor:
         box = self.tracked.state_box
         assert box is not None
         own = next((one for one in entry.segments if (one.offset, one.size) == (box.offset, box.size)), None)
-        data = self._blob(label, own)
+        data = self.arrivals.blob(label)
         codes = None if entry.codes is None else self._codes(label, name, entry, dtype_from_name(entry.codes, label))
         pieces: list[Piece] = []
         for one in entry.segments:
             frame = Box(one.offset, one.size)
             if frame.intersect(box) is None and frame != box:
                 continue
-            if self._lends and one is not own:
-                raise _Problem(f"{label}: the state dict was made for another sharding; save it with dcp.save first.")
-            held = _held(label, one, entry, data)
-            judge_values(label, held, self.source.options, self.report)
+            if self.arrivals.lends and one is not own:
+                raise Problem(f"{label}: the state dict was made for another sharding; save it with dcp.save first.")
+            kept_there = held(label, one, entry, data)
+            judge_values(label, kept_there, self.source.options, self.report)
             if one.values is not None or one.block is None:
-                pieces.append(Piece(frame, held.view(one.size)))
-            else:
-                pieces.append(
-                    Piece(frame, Stored(saved_form(entry, one.block, one.table, self._tables(), label), frame, held))
-                )
+                pieces.append(Piece(frame, kept_there.view(one.size)))
+                continue
+            form = saved_form(entry, one.block, one.table, self._tables(), label)
+            _refuse_other_kind(label, form, wanted)
+            pieces.append(Piece(frame, Stored(form, frame, kept_there)))
         if own is not None and len(pieces) == 1:
             kept = self._as_it_was(pieces[0].source, codes, wanted)
             if kept is not None:
                 return kept
+        if missing(box, [piece.box for piece in pieces]) is not None or _overlap(box, pieces):
+            raise Problem(f"{label}: its shards overlap, or leave a part of it out: the checkpoint is damaged.")
         values = values_of(box, None if codes is None else codes.tensor, pieces)
-        return self._kept(name, values, wanted, "had blocks of its own on each rank")
+        return self._kept(label, name, values, wanted, "had blocks of its own on each rank")
 
     def _as_it_was(
-        self, source: Stored | Tensor, codes: _Arrived | None, wanted: Form | torch.dtype
+        self, source: Stored | Tensor, codes: Arrived | None, wanted: Form | torch.dtype
     ) -> Blocks | Tensor | None:
         """The shard's own codes and scales, or values, if this optimizer keeps such."""
         if isinstance(source, Tensor):
@@ -213,113 +252,62 @@ class _Planning:
             own = together(own, wanted.per_byte)
         return Blocks(wanted, own, source.scales.clone())
 
-    def _codes(self, label: str, name: str, entry: BlockwiseEntry, dtype: torch.dtype) -> _Arrived:
+    def _codes(self, label: str, name: str, entry: BlockwiseEntry, dtype: torch.dtype) -> Arrived:
         box = self.tracked.state_box
         assert box is not None
-        if entry.per_byte == 1:
-            return self._arrived(label, state_key, name, self.tracked.shape, box, dtype)
-        pairs = Grid(self.tracked.shape, CODES_PER_BYTE)
-        return self._arrived(label, state_key, name, pairs.shape, pairs.covering(box), dtype)
+        shape = self.tracked.shape
+        if entry.per_byte != 1:
+            pairs = Grid(shape, CODES_PER_BYTE)
+            shape, box = pairs.shape, pairs.covering(box)
+        codes = self.arrivals.cells(label, state_key, name, shape, box, dtype)
+        if dtype.is_floating_point:
+            # Codes that are numbers may be none. Torch cannot ask them itself.
+            judge_values(label, codes.tensor.float(), self.source.options, self.report)
+        return codes
 
-    def _unpacked(self, entry: BlockwiseEntry, codes: _Arrived | None) -> Tensor | None:
+    def _unpacked(self, entry: BlockwiseEntry, codes: Arrived | None) -> Tensor | None:
         box = self.tracked.state_box
         if codes is None or entry.per_byte == 1 or box is None:
             return None if codes is None else codes.tensor
         return unpacked(Grid(self.tracked.shape, CODES_PER_BYTE), codes.cells, codes.tensor, box)
 
-    def _own(self, arrived: _Arrived | None, cells: Box | None = None) -> Any:
+    def _own(self, arrived: Arrived | None, cells: Box | None = None) -> Any:
         """The memory of what has arrived, for this optimizer alone."""
         if arrived is None:
             return None
-        part = arrived.tensor if cells is None else _part(arrived, cells)
+        part = arrived.tensor if cells is None else part_of(arrived, cells)
         if arrived.scratch is None or part.is_inference() or part is not arrived.tensor:
             return part.clone()
         self.taking.append(arrived.scratch)
         return part
 
-    @property
-    def _lends(self) -> bool:
-        return not self.source.from_storage
-
     def _tables(self) -> Any:
         return self.source.manifest.extra.get(TABLES)
 
-    def _blob(self, label: str, own: Segment | None) -> Tensor:
-        handle = self.source.handles.get(blob_key(self.tracked.fqn))
-        problems = Report()
-        data = bytes_of(handle, label, self.source.from_storage, problems) if isinstance(handle, BytesHandle) else None
-        expected = self.source.record(self.tracked).blob
-        if data is None or data.numel() != expected:
-            found = "; ".join(problems.problems) or f"its blob is not {expected} bytes"
-            raise _Problem(f"{label}: {found}; use prepare_load(path), or load another checkpoint.")
-        return data
 
-    def _arrived(
-        self, label: str, key: Any, name: str, shape: tuple[int, ...], cells: Box, dtype: torch.dtype
-    ) -> _Arrived:
-        """The cells of a tensor, all of them.
-
-        Raises:
-            _Problem: they are not there.
-        """
-        handle = self.source.handles.get(key(self.tracked.fqn, name))
-        if not isinstance(handle, Handle):
-            raise _Problem(f"{label} is in the checkpoint, and this load did not ask for it; use prepare_load(path).")
-        if self._lends:
-            return _lent(label, handle, cells, dtype)
-        if not handle.was_read:
-            raise _Problem(f"{label} was not read: the load skipped its key.")
-        if handle.saved_size is not None and handle.saved_size != shape:
-            raise _Problem(
-                f"{label} was saved with shape {handle.saved_size}, expected {shape}: the checkpoint is damaged."
-            )
-        (scratch,) = handle.scratch or [None]
-        if scratch is None or not scratch.box.contains(cells):
-            raise _Problem(f"{label} was read for other elements than this rank's; use prepare_load(path).")
-        gap = scratch.missing()
-        if scratch.wrong_dtype is not None or (scratch.delivered and scratch.dtype != dtype):
-            found = dtype_name(scratch.wrong_dtype or scratch.dtype)
-            raise _Problem(f"{label} is stored as {found}, and the manifest says {dtype_name(dtype)}: it is damaged.")
-        if gap is not None:
-            raise _Problem(f"{label}: the cells at {gap.offset} of size {gap.size} were not delivered.")
-        if scratch.taken_over:
-            raise _Problem(f"{label}: what was read has been taken over by an earlier load; read it again.")
-        if not scratch.delivered:
-            scratch.convert(dtype)
-        self.plan.read.append(scratch)
-        return _Arrived(scratch.box, scratch.tensor(), scratch)
+def _alike(one: Form | torch.dtype, other: Form | torch.dtype) -> bool:
+    if isinstance(one, Form) and isinstance(other, Form):
+        return one.is_like(other)
+    return one == other
 
 
-def _lent(label: str, handle: Handle, cells: Box, dtype: torch.dtype) -> _Arrived:
-    for offset, tensor in zip(handle.offsets, handle.tensors, strict=True):
-        if (offset, tuple(tensor.shape)) == (cells.offset, cells.size) and tensor.dtype == dtype:
-            return _Arrived(cells, tensor, None)
-    if not cells.volume:
-        return _Arrived(cells, torch.empty(cells.size, dtype=dtype), None)
-    raise _Problem(f"{label}: the state dict was made for another sharding; save it with dcp.save to move it.")
+def _refuse_other_kind(label: str, saved: Form, wanted: Form | torch.dtype) -> None:
+    """Refuses codes that are saved as something else than this optimizer's are."""
+    if isinstance(wanted, Form) and (saved.table is None, saved.codes is None) != (
+        wanted.table is None,
+        wanted.codes is None,
+    ):
+        raise Problem(f"{label}: what its codes mean is not in the checkpoint, or not as it was: it is damaged.")
+    most = 256 if saved.per_byte == 1 else 16
+    if saved.table is not None and saved.table.numel() != most and not isinstance(wanted, Form):
+        raise Problem(f"{label}: {saved.table.numel()} meanings of {most} codes: the checkpoint is damaged.")
 
 
-def _held(label: str, one: Segment, entry: BlockwiseEntry, data: Tensor) -> Tensor:
-    """The scales of a shard, or its values, 1-D."""
-    dtype = dtype_from_name(one.values or entry.scales, label)
-    volume = Box(one.offset, one.size).volume
-    count = volume if one.values is not None or one.block is None else -(-volume // one.block)
-    end = one.at + count * dtype.itemsize
-    if end > data.numel():
-        raise _Problem(f"{label}: its blob of {data.numel()} bytes ends before {end}: the checkpoint is damaged.")
-    # A copy, since it may begin anywhere.
-    return data[one.at : end].clone().view(dtype)
+def _overlap(box: Box, pieces: list[Piece]) -> bool:
+    parts = [box.intersect(piece.box) for piece in pieces]
+    return sum(part.volume for part in parts if part is not None) != box.volume
 
 
 def _with_pairs(form: Form, wanted: Form) -> Form:
     """The form as it was before codes that share bytes were stored apart."""
     return Form(block=form.block, codes=form.codes, scales=form.scales, table=form.table, per_byte=wanted.per_byte)
-
-
-def _part(arrived: _Arrived, cells: Box) -> Tensor:
-    if arrived.cells == cells:
-        return arrived.tensor
-    part = arrived.tensor
-    for dim, (offset, size) in enumerate(zip(cells.offset, cells.size, strict=True)):
-        part = part.narrow(dim, offset - arrived.cells.offset[dim], size)
-    return part

@@ -70,7 +70,8 @@ class _BitsAndBytes(Codec):
             )
         manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        if manager.index2config or params & manager.pid2config.keys() or manager.module_weight_config_triple:
+        overridden = {id(getattr(module, name)) for module, name, _ in manager.module_weight_config_triple}
+        if manager.index2config or params & (manager.pid2config.keys() | overridden):
             return (
                 "GlobalOptimManager overrides options by parameter or by its position, and while it steps the "
                 "optimizer sees other parameters at other positions, so that overrides would not be found; give the "
