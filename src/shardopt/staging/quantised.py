@@ -206,7 +206,9 @@ class _Planning:
         if isinstance(wanted, Form) and wanted.is_like(form) and grid.holds(box):
             return Blocks(wanted, self._own(codes), self._own(scales, grid.covering(box)))
         source = Stored(form, Box.whole(shape), scales.tensor, grid, scales.cells)
-        values = values_of(box, self._unpacked(entry, codes), [Piece(box, source)])
+        numbers = self._unpacked(entry, codes)
+        _refuse_unknown_codes(label, numbers, form)
+        values = values_of(box, numbers, [Piece(box, source)])
         return self._kept(label, name, values, wanted, "had blocks that lie otherwise here")
 
     def _from_shards(self, label: str, name: str, entry: BlockwiseEntry, wanted: Form | torch.dtype) -> Blocks | Tensor:
@@ -229,6 +231,7 @@ class _Planning:
                 continue
             form = saved_form(entry, one.block, one.table, self._tables(), label)
             _refuse_other_kind(label, form, wanted)
+            _refuse_unknown_codes(label, None if codes is None else codes.tensor, form)
             pieces.append(Piece(frame, Stored(form, frame, kept_there)))
         if own is not None and len(pieces) == 1:
             kept = self._as_it_was(pieces[0].source, codes, wanted)
@@ -298,9 +301,14 @@ def _refuse_other_kind(label: str, saved: Form, wanted: Form | torch.dtype) -> N
         wanted.codes is None,
     ):
         raise Problem(f"{label}: what its codes mean is not in the checkpoint, or not as it was: it is damaged.")
-    most = 256 if saved.per_byte == 1 else 16
-    if saved.table is not None and saved.table.numel() != most and not isinstance(wanted, Form):
-        raise Problem(f"{label}: {saved.table.numel()} meanings of {most} codes: the checkpoint is damaged.")
+
+
+def _refuse_unknown_codes(label: str, codes: Tensor | None, form: Form) -> None:
+    """Refuses codes that the table has no meaning for."""
+    if codes is None or form.table is None or not codes.numel() or form.table.numel() >= 256:
+        return
+    if int(codes.max()) >= form.table.numel():
+        raise Problem(f"{label}: code {int(codes.max())} of {form.table.numel()} meanings: the checkpoint is damaged.")
 
 
 def _overlap(box: Box, pieces: list[Piece]) -> bool:
