@@ -51,7 +51,7 @@ def moved(
             assert after.tobytes() == meant.tobytes(), case
 
 
-@pytest.mark.parametrize("compute", ["local", "owner"])
+@pytest.mark.parametrize("compute", ["local", pytest.param("owner", marks=pytest.mark.slow)])
 def test_values_survive_any_shapes_blocks_and_meshes(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, compute: str
 ) -> None:

@@ -26,6 +26,9 @@ from tests.support.ranks import RankPool
 pytestmark = [pytest.mark.timeout(300)]
 
 KINDS = ["bnb-AdamW8bit", "bnb-Lion8bit", "ao-AdamW8bit", "ao-AdamW4bit", "ao-AdamWFp8"]
+# In make test-all: those whose state is kept like another's.
+MOST = ["bnb-AdamW8bit", "ao-AdamW4bit"]
+SLOWLY = [kind if kind in MOST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 
 
 def trained(ranks: RankPool, layout: str, kind: str, compute: str, root: Path | None) -> tuple[list[Seen], list[Seen]]:
@@ -73,7 +76,7 @@ def same_weights(one: list[Seen], other: list[Seen]) -> list[str]:
 
 
 @pytest.mark.parametrize("compute", ["local", "owner"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SLOWLY)
 def test_the_same_ranks_get_their_bits_back_flashoptim3(
     ranks: RankPool, tmp_path: Path, kind: str, compute: str
 ) -> None:
@@ -86,7 +89,7 @@ def test_the_same_ranks_get_their_bits_back_flashoptim3(
     assert same_weights(end, resumed_end) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SLOWLY)
 def test_owner_equals_the_unsharded_run_on_any_number_of_ranks(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     ((oracle_middle, oracle_end),) = ranks.run(1, train_job, None, kind, "", None)
     middle, end = trained(ranks, "2", kind, "owner", tmp_path / "0")
@@ -99,7 +102,7 @@ def test_owner_equals_the_unsharded_run_on_any_number_of_ranks(ranks: RankPool, 
     assert same_state(middle, loaded) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SLOWLY)
 def test_aligned_blocks_keep_their_bits_over_any_number_of_ranks_B12(
     ranks: RankPool, tmp_path: Path, kind: str
 ) -> None:
@@ -118,7 +121,7 @@ def test_aligned_blocks_keep_their_bits_over_any_number_of_ranks_B12(
             assert np.array_equal(before.state[key].scales, after.state[key].scales)
 
 
-@pytest.mark.parametrize("kind", ["bnb-AdamW8bit", "bnb-Lion8bit"])
+@pytest.mark.parametrize("kind", ["bnb-AdamW8bit", pytest.param("bnb-Lion8bit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", ["1", "2", "3", "4", "dim1", "hsdp", "tp"])
 def test_values_are_exact_wherever_blocks_lie(ranks: RankPool, tmp_path: Path, kind: str, layout: str) -> None:
     source = "3" if layout == "2" else "2"
@@ -128,7 +131,7 @@ def test_values_are_exact_wherever_blocks_lie(ranks: RankPool, tmp_path: Path, k
         assert meant(middle, key).tobytes() == meant(loaded, key).tobytes(), key
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SLOWLY)
 @pytest.mark.parametrize(("source", "layout"), [("2", "4"), ("4", "2"), ("2", "3"), ("3", "1"), ("2", "dim1")])
 def test_blocks_that_lie_otherwise_are_quantised_anew_and_named(
     ranks: RankPool, tmp_path: Path, kind: str, source: str, layout: str
