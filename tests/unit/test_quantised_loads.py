@@ -272,3 +272,13 @@ def test_codes_that_are_no_numbers_are_not_loaded() -> None:
     _, target = wrapped(0, lambda params: make("ao-AdamWFp8", params), shapes)
     with pytest.raises(LoadError, match="state 'exp_avg' holds"):
         target.prepare_load(source.state_dict())
+
+
+def test_a_load_replaces_live_state_that_does_not_fit(tmp_path: Path) -> None:
+    _, source = wrapped(2, momentum())
+    dcp.save({"optim": source}, checkpoint_id=tmp_path)
+    model, target = wrapped(1, momentum())
+    state: Any = target.optimizers[0].state[model.get_parameter("a")]
+    state["scale"] = state["scale"][:-1].clone()
+    target.prepare_load(tmp_path).commit()
+    assert all(torch.equal(meaning(target, name)[0], meaning(source, name)[0]) for name in SHAPES)
