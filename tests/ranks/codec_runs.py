@@ -153,6 +153,8 @@ def rank_local_job(world_size: int, root: str, load: bool, layouts: dict[str, st
     inner = PerShard(model.parameters(), lr=0.5)
     compute = "local" if layouts == OWN else "dtensor"
     optimizer = ShardedStateOptimizer(inner, model, compute=compute, layouts=layouts, vote_timeout=VOTE_TIMEOUT_S)
+    alone = "resumes on these ranks' shards only; ['sketch'] are each rank's own" in optimizer.explain()
+    assert alone == (layouts == OWN)
     try:
         if load and by_path:
             optimizer.prepare_load(root).commit()

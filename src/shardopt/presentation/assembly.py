@@ -181,6 +181,9 @@ def _guarantee(inventory: Inventory) -> str:
         return f"checkpoint: refused. {' '.join(lost)}"
     if inventory.own_index is not None and inventory.has_plain:
         return f"checkpoint: resumes on {inventory.world_size} ranks, on which each has plain parameters of its own"
+    own = sorted({name for tracked in inventory.tracked for name in inventory.rank_local(tracked)})
+    if own:
+        return f"checkpoint: resumes on these ranks' shards only; {own} are each rank's own"
     odd = [type(part.inner).__name__ for part in inventory.parts if part.choice.compute == "dtensor"]
     if odd:
         return f"checkpoint: resumes on any number of ranks, if {', '.join(odd)} keeps state placed like its parameters"

@@ -91,9 +91,16 @@ class HostEngine:
 
         Raises:
             PlacementError: parameters cannot be updated here; all of them are listed.
+            PresentationError: a parameter has state already.
             ValueError: numbers of a group are out of range.
         """
         _refuse_numbers(groups)
+        known = [name for name, param, _ in named if id(param) in self._by_id]
+        if known:
+            raise PresentationError(
+                f"{', '.join(known)}: it has state here already, which a new group would start anew. To move a "
+                "parameter, take it out of one group's list and put it into that of another that is there."
+            )
         problems = [f"{name}: {why}." for name, param, _ in named if (why := check_param(param)) is not None]
         if problems:
             raise PlacementError("SwapAdamW cannot update parameters:\n" + "\n".join(problems))

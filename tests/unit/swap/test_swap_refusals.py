@@ -232,3 +232,14 @@ def test_names_of_parameters_are_in_errors_of_the_kernel() -> None:
     optimizer = SwapAdamW([("encoder.weight", first), ("decoder.weight", second)])
     with pytest.raises(ValueError, match=r"(?s)encoder\.weight.*decoder\.weight|decoder\.weight.*encoder\.weight"):
         optimizer.step()
+
+
+def test_a_parameter_that_is_moved_into_a_new_group_would_lose_its_moments() -> None:
+    params = [ones(3), ones(4)]
+    optimizer = SwapAdamW([("one", params[0]), ("two", params[1])])
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = [params[0]]
+    with pytest.raises(PresentationError, match="has state here already, which a new group would start anew"):
+        optimizer.add_param_group({"params": [("two", params[1])]})
+    assert len(optimizer.param_groups) == 1
+    assert optimizer.state[params[1]]["step"].item() == 1
