@@ -130,6 +130,7 @@ def norm_and_factor(
     *,
     norms: Norms,
     error_if_nonfinite: bool,
+    problem: BaseException | None = None,
 ) -> tuple[Tensor, float]:
     """Collective. The norm of all gradients, and what to multiply them with; errors are ``clip_grad_norm_``'s.
 
@@ -140,13 +141,15 @@ def norm_and_factor(
         norm_type: order of the norm.
         norms: gives the norm of each of several plain tensors.
         error_if_nonfinite: raise if the norm is NaN or infinite.
+        problem: why this rank cannot clip; every rank raises.
     """
     max_norm, order = float(max_norm), float(norm_type)
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm!r}; it must not be negative")
     if not order > 0:
         raise ValueError(f"norm_type is {order!r}; it must be positive, inf for the largest absolute value")
-    total = torch.tensor(_total_norm(params, grads, order, norms), dtype=torch.float64).to(_result_dtype(params))
+    found = _total_norm(params, grads, order, norms, problem)
+    total = torch.tensor(found, dtype=torch.float64).to(_result_dtype(params))
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {order} of all gradients is {total.item()}, so they cannot be clipped; they are "
@@ -178,7 +181,9 @@ def _result_dtype(params: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in params) else torch.float32
 
 
-def _total_norm(params: Sequence[Tensor], grads: Sequence[Tensor | None], order: float, norms_of: Norms) -> float:
+def _total_norm(
+    params: Sequence[Tensor], grads: Sequence[Tensor | None], order: float, norms_of: Norms, why: BaseException | None
+) -> float:
     """Collective. The norm of all gradients, the same on every rank.
 
     Raises:
@@ -186,6 +191,8 @@ def _total_norm(params: Sequence[Tensor], grads: Sequence[Tensor | None], order:
     """
     grids = Grids(params)
     found = _find(params, grads, grids)
+    if why is not None:
+        found.problems.append(_Problem(grids.rank, False, str(why)))
     norms = norms_of([piece.local for piece in found.pieces], order)
     columns = [piece.column for piece in found.pieces]
     table = grids.gathered(_row(grids, found, columns, norms, order))

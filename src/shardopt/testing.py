@@ -77,6 +77,12 @@ class _Trial:
         for _ in range(_STEPS):
             self._step(self._optimizer, self._param, self._drawn(self._param.numel()))
         state = self._optimizer.state[self._param]
+        named = {part for name in self._entries for part in self._codec.parts(name)}
+        forgotten = sorted(
+            key for key, one in state.items() if isinstance(one, Tensor) and one.dim() and key not in named
+        )
+        if forgotten:
+            yield f"state keeps tensors {forgotten} that no entry has among its parts"
         for name in self._entries:
             try:
                 yield from (f"{name!r}: {found}" for found in self._entry_problems(state, name))

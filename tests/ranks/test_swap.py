@@ -10,6 +10,7 @@ import torch
 
 from shardopt.swap.host_kernel import available_isas
 from tests.ranks import swap_jobs as jobs
+from tests.ranks.swap_clips import spoilt_clip_job
 from tests.ranks.swap_jobs import OPTIONS, unequal
 from tests.support.ranks import RankPool
 
@@ -134,6 +135,15 @@ def test_a_clip_that_one_rank_cannot_take_part_in_fails_on_all_and_leaves_no_fac
         assert "rank 1: parameter" in text
         assert "its gradient a plain tensor" in text
         assert not waits
+
+
+def test_state_that_is_spoilt_on_one_rank_lets_nobody_wait_in_a_clip(ranks: RankPool) -> None:
+    first, second = ranks.run(2, spoilt_clip_job, deadline_s=30.0)
+    assert first[0] == "RankFailureError"
+    assert "rank 1" in first[1]
+    assert second[0] == "PlacementError"
+    for _, text in (first, second):
+        assert "state was replaced by what does not fit" in text
 
 
 def test_a_gradient_that_one_rank_refuses_stops_all_before_anything_is_written(ranks: RankPool) -> None:

@@ -115,6 +115,7 @@ class SeesNothing(Momentum8Codec):
         (HidesAPart, "which parts does not name"),
         (WritesToValues, "quantise has written to the values it was given"),
         (NamesNothing, "entries names nothing"),
+        (HidesAPart, "state keeps tensors \\['scale'\\] that no entry has"),
     ],
 )
 def test_a_mistake_is_found(codec: type[Momentum8Codec], said: str) -> None:

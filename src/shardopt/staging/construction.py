@@ -135,6 +135,8 @@ def _described(parts: Sequence[Part], tracked: Sequence[Tracked], options: Mappi
         held[f"optimizer {index}: its class"] = f"{kind.__module__}.{kind.__qualname__}"
         held[f"optimizer {index}: compute"] = part.choice.compute
         held |= {f"optimizer {index}: {name}": value for name, value in part.presentation.told.items()}
+        # It decides how often ranks vote on a save.
+        held[f"optimizer {index}: codec"] = "none" if part.codec is None else part.codec.name
         held[f"optimizer {index}: layouts"] = repr(sorted(part.layouts.items()))
     members: dict[int, list[str]] = {index: [] for index in range(sum(len(part.inner.param_groups) for part in parts))}
     for item in tracked:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -39,11 +39,13 @@ class Clip:
         factor: to multiply them with.
         marks: tell whether they are still those that it was worked out for.
         witness: the smallest of them; kept, since freed memory may be that of the next gradients.
+        sample: copies of a few of their elements.
     """
 
     factor: float
     marks: list[list[int]]
     witness: Tensor | None
+    sample: list[Tensor]
 
 
 class HostEngine:
@@ -95,6 +97,7 @@ class HostEngine:
             ValueError: numbers of a group are out of range.
         """
         _refuse_numbers(groups)
+        self._refuse_unknown(groups, {id(param) for _, param, _ in named})
         known = [name for name, param, _ in named if id(param) in self._by_id]
         if known:
             raise PresentationError(
@@ -165,18 +168,22 @@ class HostEngine:
             self.adopt(state)
 
     def _regroup(self, groups: Groups) -> None:
+        self._refuse_unknown(groups, set())
+        self._index(groups)
+
+    def _refuse_unknown(self, groups: Groups, added: Set[int]) -> None:
+        """Refuses groups that hold parameters which have no memory, and are not being added."""
         new = [
             f"group {index}, parameter {place} of shape {tuple(param.shape)}"
             for index, group in enumerate(groups)
             for place, param in enumerate(group["params"])
-            if id(param) not in self._by_id
+            if id(param) not in self._by_id and id(param) not in added
         ]
         if new:
             raise PresentationError(
                 f"the groups hold parameters that were never added: {'; '.join(new)}. Their state has no memory, and a "
                 "step makes none; use add_param_group."
             )
-        self._index(groups)
 
     def _rebase(self, groups: Groups, shards: Sequence[Tensor]) -> None:
         """Parameters have other memory than before (``to_empty``, ``param.data = ...``)."""
@@ -257,7 +264,9 @@ class HostEngine:
         _refuse_numbers(groups)
         found = self.gradients.look()
         if self.clip is not None and (
-            self.clip.witness is not self.gradients.witness() or self.clip.marks != self.gradients.marks()
+            self.clip.witness is not self.gradients.witness()
+            or self.clip.marks != self.gradients.marks()
+            or not _same_bits(self.clip.sample, self.gradients.sample())
         ):
             raise PresentationError(
                 "gradients have changed since clip_grad_norm_, whose factor is for the step of the very gradients it "
@@ -354,6 +363,14 @@ def _held_in(state: Mapping[Any, Any]) -> tuple[list[object], list[object]]:
     """The dicts of the state, and what is in them; state under a name is not the engine's."""
     dicts = [entries for entries in state.values() if type(entries) is dict]
     return list(dicts), [value for entries in dicts for value in entries.values()]
+
+
+def _same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    """Whether 0-d tensors are alike, NaNs too."""
+    return len(left) == len(right) and all(
+        one.dtype == two.dtype and torch.equal(one.reshape(1).view(torch.uint8), two.reshape(1).view(torch.uint8))
+        for one, two in zip(left, right, strict=True)
+    )
 
 
 def _same(left: Sequence[object], right: Sequence[object]) -> bool:

@@ -20,8 +20,23 @@ _CODES = {torch.float32: DtypeCode.FP32, torch.bfloat16: DtypeCode.BF16}
 
 
 @torch.no_grad()
-def fold_clip(engine: HostEngine, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-    """Collective. The norm of all gradients; the factor that clips them waits in the engine for its step."""
+def fold_clip(
+    engine: HostEngine,
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+    problem: BaseException | None = None,
+) -> Tensor:
+    """Collective. The norm of all gradients; the factor that clips them waits in the engine for its step.
+
+    Args:
+        engine: of the optimizer.
+        max_norm: not negative.
+        norm_type: order of the norm.
+        error_if_nonfinite: raise if the norm is NaN or infinite.
+        problem: why this rank cannot clip; every rank raises.
+    """
     params = [one.param for one in engine.held]
     # A clip that raises leaves none: what an earlier one has found may be of other gradients.
     engine.clip = None
@@ -32,8 +47,9 @@ def fold_clip(engine: HostEngine, max_norm: float, norm_type: float, *, error_if
         norm_type,
         norms=lambda tensors, order: _norms(tensors, order, engine.num_threads),
         error_if_nonfinite=error_if_nonfinite,
+        problem=problem,
     )
-    engine.clip = Clip(factor, engine.gradients.marks(), engine.gradients.witness())
+    engine.clip = Clip(factor, engine.gradients.marks(), engine.gradients.witness(), engine.gradients.sample())
     return total
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, islice
 from operator import attrgetter
 from typing import cast
 
@@ -26,6 +26,10 @@ _CODES = {torch.float32: DtypeCode.FP32, torch.bfloat16: DtypeCode.BF16}
 _kind_of = attrgetter("is_cpu", "layout", "dtype")
 _shape_of = attrgetter("shape")
 _dtype_of = attrgetter("dtype")
+
+
+# Gradients of which one element is looked at.
+_SAMPLED = 4
 
 
 @dataclass(slots=True)
@@ -132,6 +136,13 @@ class Gradients:
     def witness(self) -> Tensor | None:
         """The smallest gradient there is. Who keeps it can tell it from any later one, which an address may not."""
         return next((grad for index in self._smallest_first if (grad := self._params[index].grad) is not None), None)
+
+    def sample(self) -> list[Tensor]:
+        """Copies of a few elements, for what writes gradients and moves no counter (a scaler's ``unscale_``)."""
+        there = (self._params[index].grad for index in self._smallest_first)
+        parts = (local_shard(grad) if isinstance(grad, DTensor) else grad for grad in there if grad is not None)
+        some = islice((part for part in parts if part.layout == torch.strided and part.numel()), _SAMPLED)
+        return [part.detach()[(0,) * part.dim()].clone() for part in some]
 
     def marks(self) -> list[list[int]]:
         """What tells these gradients from others, and from themselves once they have been written to."""

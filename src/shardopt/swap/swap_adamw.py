@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardopt.errors import PlacementError, PresentationError
+from shardopt.errors import PlacementError, PresentationError, RankFailureError, ShardoptError
 from shardopt.presentation.own_shards import TakesShards
 from shardopt.presentation.presentation import amp_scale
 from shardopt.swap.engine import HostEngine
@@ -189,8 +189,18 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         Raises:
             ValueError, TypeError, ScopeError, RankFailureError, RuntimeError: as ``shardopt.clip_grad_norm_``.
         """
-        self._engine.check(self.param_groups, self.state)
-        return fold_clip(self._engine, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        problem: ShardoptError | None = None
+        try:
+            self._engine.check(self.param_groups, self.state)
+        except ShardoptError as error:
+            # The others are told, and do not wait.
+            problem = error
+        try:
+            return fold_clip(self._engine, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, problem=problem)
+        except RankFailureError as verdict:
+            if problem is not None:
+                raise problem from verdict
+            raise
 
     def refresh_masters(self) -> None:
         """Makes every master the parameter's own value: for weights that were written through ``.data``."""

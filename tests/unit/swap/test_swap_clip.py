@@ -180,3 +180,16 @@ def test_an_overflow_skips_the_step_and_uses_the_clip_up() -> None:
     assert optimizer.state[param]["step"] == 0
     del optimizer.grad_scale, optimizer.found_inf
     assert taken(param, optimizer) == 5.0
+
+
+def test_gradients_that_are_unscaled_after_a_clip_are_not_those_it_was_for() -> None:
+    params = with_gradients()
+    optimizer = SwapAdamW(params)
+    optimizer.clip_grad_norm_(0.5)
+    grads = [param.grad for param in params if param.grad is not None]
+    # As GradScaler.unscale_ does, which moves no version counter.
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.tensor([0.5]))
+    with pytest.raises(PresentationError, match="gradients have changed since clip_grad_norm_"):
+        optimizer.step()
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.step()

@@ -243,3 +243,16 @@ def test_a_parameter_that_is_moved_into_a_new_group_would_lose_its_moments() -> 
         optimizer.add_param_group({"params": [("two", params[1])]})
     assert len(optimizer.param_groups) == 1
     assert optimizer.state[params[1]]["step"].item() == 1
+
+
+def test_a_group_that_is_added_while_another_holds_a_stranger_leaves_nothing() -> None:
+    known, stranger, new = ones(3), ones(4), ones(5)
+    optimizer = SwapAdamW([known])
+    optimizer.param_groups[0]["params"].append(stranger)
+    with pytest.raises(PresentationError, match="group 0, parameter 1 of shape"):
+        optimizer.add_param_group({"params": [new]})
+    assert len(optimizer.param_groups) == 1
+    assert new not in optimizer.state
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.step()
+    assert list(optimizer.state) == [known]
