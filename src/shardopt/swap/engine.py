@@ -18,7 +18,7 @@ from shardopt.layouts.tracked import Kind
 from shardopt.staging.poison import Poison
 from shardopt.swap.fitting import Fill, copy_all, fit, missing_masters, staged
 from shardopt.swap.gradients import Found, Gradients
-from shardopt.swap.held import MASTER, REMAINDER, Held, Keeps, check_param, hold, shard_of
+from shardopt.swap.held import MASTER, REMAINDER, Held, Keeps, check_param, hold, shard_of, sharing_spans
 from shardopt.swap.host_kernel import HYPER, Table, adamw_hyper, adamw_rows, first_touch
 from shardopt.swap.masters import Masters, follow
 from shardopt.swap.slabs import Slabs
@@ -105,6 +105,9 @@ class HostEngine:
                 "parameter, take it out of one group's list and put it into that of another that is there."
             )
         problems = [f"{name}: {why}." for name, param, _ in named if (why := check_param(param)) is not None]
+        if not problems:
+            known_spans = [(one.name, one.param) for one in self.held]
+            problems = sharing_spans([*known_spans, *((name, param) for name, param, _ in named)])
         if problems:
             raise PlacementError("SwapAdamW cannot update parameters:\n" + "\n".join(problems))
         new = hold(
@@ -125,7 +128,9 @@ class HostEngine:
 
     def _index(self, groups: Groups) -> None:
         """Takes the parameters in the order of the groups, and makes the tables anew."""
-        self.masters.follow()
+        # Masters that were loaded wait for the weights of their checkpoint, which the step compares them with.
+        if not self.masters.loaded:
+            self.masters.follow()
         self._lists = [list(group["params"]) for group in groups]
         params = [param for listed in self._lists for param in listed]
         self.held = [self._by_id[id(param)] for param in params]
@@ -203,8 +208,9 @@ class HostEngine:
         for one, shard in zip(self.held, shards, strict=True):
             one.shard = shard
         self._index(groups)
-        for one in moved:
-            follow(one, loaded=False)
+        if not self.masters.loaded:
+            for one in moved:
+                follow(one, loaded=False)
 
     def adopt(self, state: State) -> None:
         """Brings values that were put into the state into its memory, and the memory's own tensors back into it.

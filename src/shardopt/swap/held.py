@@ -17,7 +17,19 @@ from shardopt.swap.slabs import Slabs
 from shardopt.swap.spans import Spans, dense_strides, spans_of
 from shardopt.torch_compat import local_box, local_shard, placed_like
 
-__all__ = ["MASTER", "MAX", "MOMENTS", "REMAINDER", "STEP", "Held", "Keeps", "check_param", "hold", "shard_of"]
+__all__ = [
+    "MASTER",
+    "MAX",
+    "MOMENTS",
+    "REMAINDER",
+    "STEP",
+    "Held",
+    "Keeps",
+    "check_param",
+    "hold",
+    "shard_of",
+    "sharing_spans",
+]
 
 STEP = "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -148,6 +160,38 @@ def _check_place(param: Tensor, shard: Tensor) -> str | None:
 def _spans(param: Tensor, shard: Tensor, *, indexed: bool) -> Spans:
     offset = local_box(param)[0] if isinstance(param, DTensor) else (0,) * param.dim()
     return spans_of(shard.shape, shard.stride(), offset, param.shape, indexed=indexed)
+
+
+def sharing_spans(named: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Which parameters lie in each other's memory; of two columns of one matrix neither does.
+
+    Args:
+        named: name and parameter, of those that ``check_param`` has found to be good.
+    """
+    starts: list[NDArray[np.int64]] = []
+    ends: list[NDArray[np.int64]] = []
+    for _, param in named:
+        shard = shard_of(param)
+        spans, item = _spans(param, shard, indexed=False), shard.element_size()
+        starts.append(shard.data_ptr() + spans.param_offsets * item)
+        ends.append(starts[-1] + spans.numel * item)
+    owners = np.repeat(np.arange(len(named)), [len(one) for one in starts])
+    if not len(owners):
+        return []
+    start, end = np.concatenate(starts), np.concatenate(ends)
+    order = np.argsort(start, kind="stable")
+    reach = np.maximum.accumulate(end[order])
+    # Whose span it is that reaches so far.
+    furthest = np.maximum.accumulate(np.where(end[order] == reach, np.arange(len(order)), 0))
+    found = {
+        tuple(sorted((int(owners[order[furthest[place - 1]]]), int(owners[order[place]]))))
+        for place in np.flatnonzero(start[order][1:] < reach[:-1]) + 1
+    }
+    return [
+        f"{named[left][0]} and {named[right][0]} share memory, which two updates would write; give each its own, or "
+        "pass one of them."
+        for left, right in sorted(found)
+    ]
 
 
 def hold(

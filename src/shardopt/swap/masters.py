@@ -32,7 +32,7 @@ class Masters:
         self._held = [one for one in held if one.master is not None]
         # Whether state was loaded since the last step.
         self.loaded = loaded
-        self._versions = self._now()
+        self._versions = [-1] * len(self._held) if loaded else self._now()
 
     def _now(self) -> list[int]:
         outer, inner = versions_of([one.param for one in self._held]), versions_of([one.shard for one in self._held])

@@ -125,6 +125,43 @@ def test_masters_and_weights_of_one_checkpoint_belong_together_in_either_order(m
 
 
 @pytest.mark.parametrize("master", KINDS)
+@pytest.mark.parametrize("moved", ["shared", "replaced", "group added", "group edited"])
+def test_memory_that_moves_between_loaded_state_and_loaded_weights_lets_masters_wait(master: str, moved: str) -> None:
+    param = parameter(300)
+    optimizer = trained(param, master)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), param.detach().clone()
+    entry = {"fp32": "master", "remainder16": "master_lo"}[master]
+    held = optimizer.state[param][entry].clone()
+    other, more = parameter(300, seed=5), parameter(4)
+    resumed = trained(other, master, steps=1)
+    resumed.load_state_dict(saved)
+    if moved == "shared":
+        other.share_memory_()
+    elif moved == "replaced":
+        other.data = other.data.clone()
+    elif moved == "group added":
+        resumed.add_param_group({"params": [more]})
+    else:
+        resumed.param_groups[0]["params"] = [other]
+    resumed.state_dict()
+    with torch.no_grad():
+        other.copy_(weights)
+    zero_step(resumed)
+    assert torch.equal(resumed.state[other][entry], held)
+    assert same_bits([other.detach()], [weights])
+
+
+def test_a_group_added_after_a_load_lets_no_master_overwrite_the_weights_that_are_there() -> None:
+    optimizer = trained(parameter(300), "fp32")
+    other, weights = parameter(300, seed=5), parameter(300, seed=5).detach()
+    resumed = SwapAdamW([other], master="fp32")
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.add_param_group({"params": [parameter(4)]})
+    zero_step(resumed)
+    assert same_bits([other.detach()], [weights])
+
+
+@pytest.mark.parametrize("master", KINDS)
 def test_a_checkpoint_of_torch_without_masters_gives_the_weights_own_values(master: str) -> None:
     param = parameter(30)
     optimizer = trained(param, master)

@@ -50,6 +50,26 @@ def test_parameters_that_cannot_be_updated_are_refused_by_name(make: Any, messag
         SwapAdamW([("good", good), ("bad", nn.Parameter(make()))])
 
 
+def test_parameters_in_each_others_memory_are_refused_when_they_are_given() -> None:
+    memory = torch.ones(4, 6)
+    whole, row = nn.Parameter(memory), nn.Parameter(memory[1])
+    for pairs in ([("whole", whole), ("row", row)], [("whole", row), ("row", whole)]):
+        with pytest.raises(PlacementError, match=r"\n(whole and row|row and whole) share memory, which two"):
+            SwapAdamW(pairs)
+    first = ones(3)
+    optimizer = SwapAdamW([("row", row), ("first", first)])
+    with pytest.raises(PlacementError, match=r"row and whole share memory"):
+        optimizer.add_param_group({"params": [("whole", whole)]})
+    assert len(optimizer.param_groups) == 1
+    # Columns of one matrix, by turns in memory, share none.
+    halves = [nn.Parameter(half) for half in torch.ones(4, 6).split(3, dim=1)]
+    optimizer.add_param_group({"params": list(zip(("left", "right"), halves, strict=True))})
+    for half in halves:
+        half.grad = torch.ones(4, 3)
+    optimizer.step()
+    assert moved(torch.cat([half.detach() for half in halves]))
+
+
 def test_parameters_on_a_device_are_refused_with_the_way_out_F13(monkeypatch: pytest.MonkeyPatch) -> None:
     class Elsewhere(Tensor):
         @property
@@ -210,11 +230,11 @@ def test_a_failure_in_the_kernel_lets_nobody_step_or_save_until_a_good_load(monk
 
 
 def test_what_the_kernel_refuses_has_written_nothing_and_leaves_the_optimizer_good() -> None:
-    # Two parameters over one memory: only the kernel sees that.
+    # Two parameters that come to be over one memory: only the kernel sees that.
     memory = torch.ones(6)
-    first, second = nn.Parameter(memory[:4]), nn.Parameter(memory[2:])
-    first.grad, second.grad = torch.ones(4), torch.ones(4)
+    first, second = ones(4), ones(4)
     optimizer = SwapAdamW([("first", first), ("second", second)])
+    first.data, second.data = memory[:4], memory[2:]
     with pytest.raises(ValueError, match="first"):
         optimizer.step()
     assert not optimizer.has_written
@@ -227,9 +247,9 @@ def test_what_the_kernel_refuses_has_written_nothing_and_leaves_the_optimizer_go
 
 def test_names_of_parameters_are_in_errors_of_the_kernel() -> None:
     memory = torch.ones(4)
-    first, second = nn.Parameter(memory[:2]), nn.Parameter(memory[1:])
-    first.grad, second.grad = torch.ones(2), torch.ones(3)
+    first, second = ones(2), ones(3)
     optimizer = SwapAdamW([("encoder.weight", first), ("decoder.weight", second)])
+    first.data, second.data = memory[:2], memory[1:]
     with pytest.raises(ValueError, match=r"(?s)encoder\.weight.*decoder\.weight|decoder\.weight.*encoder\.weight"):
         optimizer.step()
 
