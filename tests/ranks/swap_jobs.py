@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardopt
 from shardopt import ShardedStateOptimizer, SwapAdamW
-from shardopt.swap import engine
+from shardopt.swap import host_engine
 from tests.support.gather import gathered, gathered_parameters
 from tests.support.models import Shape, SmallModel, Topology, backward, build, local_tensor, set_gradients
 
@@ -87,7 +87,7 @@ def train_job(topology: Topology, kind: str, wrapped: bool, level: str, threads:
     try:
         model, optimizer = make(topology, kind, wrapped=wrapped)
         inner = optimizer.optimizers[0] if wrapped else optimizer
-        inner._engine._threads = threads
+        inner._engine.num_threads = threads
         train(model, optimizer, 5)
         return everything(model, optimizer)
     finally:
@@ -299,9 +299,9 @@ def kernel_failure_job(directory: str, failure: type[Exception]) -> list[tuple[s
     train(model, optimizer, 2)
     dcp.save({"model": model, "optim": optimizer}, checkpoint_id=directory)
     set_gradients(model, 2)
-    genuine = engine.adamw_rows
+    genuine = host_engine.adamw_rows
     if dist.get_rank() == 1:
-        engine.adamw_rows = lambda *args, **options: _raise(failure("half way"))  # type: ignore[assignment]
+        host_engine.adamw_rows = lambda *args, **options: _raise(failure("half way"))  # type: ignore[assignment]
     found: list[tuple[str, str]] = []
     try:
         for attempt in (
@@ -315,9 +315,9 @@ def kernel_failure_job(directory: str, failure: type[Exception]) -> list[tuple[s
             # CheckpointException is a BaseException.
             except BaseException as error:
                 found.append((type(error).__name__, str(error)))
-            engine.adamw_rows = genuine
+            host_engine.adamw_rows = genuine
     finally:
-        engine.adamw_rows = genuine
+        host_engine.adamw_rows = genuine
     dcp.load({"model": model, "optim": optimizer}, checkpoint_id=directory)
     train(model, optimizer, 1, first=2)
     return found

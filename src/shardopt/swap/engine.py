@@ -1,7 +1,8 @@
-"""All that SwapAdamW keeps and does for parameters on the host; the optimizer gives it groups and state."""
+"""All that SwapAdamW keeps and does wherever its parameters are; the optimizer gives it groups and state."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from operator import is_
@@ -16,43 +17,55 @@ from torch.distributed.tensor import DTensor
 from shardopt.errors import PlacementError, PresentationError
 from shardopt.layouts.tracked import Kind
 from shardopt.staging.poison import Poison
+from shardopt.swap.clip import Clip
 from shardopt.swap.fitting import Fill, copy_all, fit, missing_masters, staged
 from shardopt.swap.gradients import Found, Gradients
-from shardopt.swap.held import MASTER, REMAINDER, Held, Keeps, check_param, hold, shard_of, sharing_spans
-from shardopt.swap.host_kernel import HYPER, Table, adamw_hyper, adamw_rows, first_touch
+from shardopt.swap.held import MASTER, REMAINDER, Held, Keeps, check_param, shard_of, sharing_spans
+from shardopt.swap.kernel_rows import Table
 from shardopt.swap.masters import Masters, follow
+from shardopt.swap.numbers import Groups, grouped_hypers, refuse_numbers
 from shardopt.swap.slabs import Slabs
 from shardopt.swap.table import StepTable
 from shardopt.torch_compat import shard_in_place
 
-__all__ = ["Clip", "HostEngine"]
+__all__ = ["Engine", "Step", "number_of"]
 
-Groups = Sequence[Mapping[str, Any]]
 State = MutableMapping[Tensor, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Clip:
-    """A factor for the gradients of one step.
+class Step:
+    """What one update works on.
 
     Attributes:
-        factor: to multiply them with.
-        marks: tell whether they are still those that it was worked out for.
-        witness: the smallest of them; kept, since freed memory may be that of the next gradients.
-        sample: copies of a few of their elements.
+        found: the gradients, which must live as long as they are read.
+        address: of each parameter's gradient.
+        code: their dtypes, DtypeCode.
+        has: whether there is one.
+        which: row of ``hypers`` for each parameter.
+        hypers: numbers.
+        amsgrad: whether each parameter uses its maximum.
+        factor: of all gradients, of a clip.
+        amp: a GradScaler's ``grad_scale`` and ``found_inf``, where there is one.
     """
 
+    found: Found
+    address: NDArray[np.int64]  # [num_params]
+    code: NDArray[np.int8]  # [num_params]
+    has: NDArray[np.bool_]  # [num_params]
+    which: NDArray[np.int64]  # [num_params]
+    hypers: Table
+    amsgrad: NDArray[np.bool_]  # [num_params]
     factor: float
-    marks: list[list[int]]
-    witness: Tensor | None
-    sample: list[Tensor]
+    amp: Mapping[str, Tensor]
 
 
-class HostEngine:
+class Engine(ABC):
     """Memory, table and step of one optimizer.
 
     Attributes:
         keeps: what is kept for each parameter.
+        device: of the parameters.
         slabs: makes its memory.
         held: the parameters, in the order of their groups.
         poison: whether a step or load has failed half way.
@@ -60,26 +73,54 @@ class HostEngine:
         clip: a factor that waits for its step.
         masters: of bf16 parameters.
         gradients: reads those of ``held``.
+        table: of all of them.
+        seed: of random bits.
+        num_threads: at most so many step on the host; None leaves it to the CPUs that this process may use.
+        num_streams: of random bits that parameters have been given.
     """
 
-    def __init__(self, keeps: Keeps, *, pin: bool, seed: int, num_threads: int | None) -> None:
+    def __init__(self, keeps: Keeps, *, device: torch.device, pin: bool, seed: int, num_threads: int | None) -> None:
         self.keeps = keeps
+        self.device = device
         self.slabs = Slabs(pin=pin)
         self.held: list[Held] = []
         self.poison = Poison()
         self.has_written = False
         self.clip: Clip | None = None
-        self._seed = seed
-        self._threads = num_threads
-        self._streams = 0
+        self.seed = seed
+        self.num_threads = num_threads
+        self.num_streams = 0
         self._by_id: dict[int, Held] = {}
         self.masters = Masters([])
         self._index([])
 
-    @property
-    def num_threads(self) -> int | None:
-        """At most so many threads step; None leaves it to the CPUs that this process may use."""
-        return self._threads
+    @abstractmethod
+    def hold(self, named: Sequence[tuple[str, Tensor]], amsgrad: Sequence[bool]) -> list[Held]:
+        """Makes the state of new parameters, zeros, each with the streams that follow those of the ones before."""
+
+    @abstractmethod
+    def run(self, step: Step) -> None:
+        """Updates parameters and state.
+
+        Raises:
+            ValueError, TypeError: it looked at everything and has refused, before anything was written.
+        """
+
+    def drain(self) -> None:
+        """Waits until the state's memory holds what the last step has made of it."""
+        return None
+
+    def state_written(self) -> None:
+        """Takes notice that somebody has written to the state's memory since ``drain``."""
+        return None
+
+    def settle_counts(self) -> None:
+        """Makes the counts of steps what they are, where that was not known when the step was made."""
+        return None
+
+    def skips(self, amp: Mapping[str, Tensor]) -> bool:
+        """Whether a GradScaler says not to step; one that need not be waited for says so to ``run`` alone."""
+        return "found_inf" in amp and number_of(amp["found_inf"]) != 0
 
     # What is made in inference mode no step could write to.
     @torch.inference_mode(False)
@@ -96,7 +137,7 @@ class HostEngine:
             PresentationError: a parameter has state already.
             ValueError: numbers of a group are out of range.
         """
-        _refuse_numbers(groups)
+        refuse_numbers(groups)
         self._refuse_unknown(groups, {id(param) for _, param, _ in named})
         known = [name for name, param, _ in named if id(param) in self._by_id]
         if known:
@@ -104,40 +145,36 @@ class HostEngine:
                 f"{', '.join(known)}: it has state here already, which a new group would start anew. To move a "
                 "parameter, take it out of one group's list and put it into that of another that is there."
             )
-        problems = [f"{name}: {why}." for name, param, _ in named if (why := check_param(param)) is not None]
+        problems = self._problems([(name, param) for name, param, _ in named])
         if not problems:
             known_spans = [(one.name, one.param) for one in self.held]
             problems = sharing_spans([*known_spans, *((name, param) for name, param, _ in named)])
         if problems:
             raise PlacementError("SwapAdamW cannot update parameters:\n" + "\n".join(problems))
-        new = hold(
-            [(name, param) for name, param, _ in named],
-            [flag for _, _, flag in named],
-            self.keeps,
-            self.slabs,
-            first_stream=self._streams,
-        )
-        table = StepTable(new)
-        first_touch(table.rows, num_threads=self._threads, names=table.names)
+        self.drain()
+        new = self.hold([(name, param) for name, param, _ in named], [flag for _, _, flag in named])
         copy_all([fill for one in new for fill in missing_masters(one, {})])
-        self._streams += len(new)
+        self.num_streams += len(new)
         self._by_id.update((id(one.param), one) for one in new)
         for one in new:
             state[one.param] = dict(one.own)
         self._index(groups)
 
+    def _problems(self, named: Sequence[tuple[str, Tensor]]) -> list[str]:
+        return [f"{name}: {why}." for name, param in named if (why := check_param(param, self.device)) is not None]
+
     def _index(self, groups: Groups) -> None:
         """Takes the parameters in the order of the groups, and makes the tables anew."""
         # Masters that were loaded wait for the weights of their checkpoint, which the step compares them with.
         if not self.masters.loaded:
-            self.masters.follow()
+            self.follow()
         self._lists = [list(group["params"]) for group in groups]
         params = [param for listed in self._lists for param in listed]
         self.held = [self._by_id[id(param)] for param in params]
         self._by_id = {id(one.param): one for one in self.held}
         self._group_of = np.repeat(np.arange(len(groups)), [len(listed) for listed in self._lists])
-        self._table = StepTable(self.held)
-        self.gradients = Gradients(self.held)
+        self.table = StepTable(self.held)
+        self.gradients = Gradients(self.held, self.device)
         self.masters = Masters(self.held, loaded=self.masters.loaded)
         self._params = params
         self._sharded = bool(params) and all(isinstance(param, DTensor) for param in params)
@@ -151,7 +188,7 @@ class HostEngine:
         """Takes better names for errors, by the parameters' ids."""
         for one in self.held:
             one.name = names.get(id(one.param), one.name)
-        self._table.names = [self.held[int(owner)].name for owner in self._table.owners]
+        self.table.names = [self.held[int(owner)].name for owner in self.table.owners]
 
     def check(self, groups: Groups, state: State) -> None:
         """Takes notice of what users have changed: groups, memory of parameters, tensors of state.
@@ -197,7 +234,7 @@ class HostEngine:
             for one, shard in zip(self.held, shards, strict=True)
             if Kind.of(shard) != one.kind or shard.stride() != one.shard.stride()
         ]
-        problems += [f"{one.name}: {why}." for one in self.held if (why := check_param(one.param)) is not None]
+        problems += self._problems([(one.name, one.param) for one in self.held])
         if problems:
             raise PlacementError("parameters were replaced:\n" + "\n".join(problems))
         moved = [
@@ -208,9 +245,11 @@ class HostEngine:
         for one, shard in zip(self.held, shards, strict=True):
             one.shard = shard
         self._index(groups)
-        if not self.masters.loaded:
+        if moved and not self.masters.loaded:
+            self.drain()
             for one in moved:
                 follow(one, loaded=False)
+            self.state_written()
 
     def adopt(self, state: State) -> None:
         """Brings values that were put into the state into its memory, and the memory's own tensors back into it.
@@ -241,16 +280,28 @@ class HostEngine:
             problems += [f"{one.name}: state {name!r} was taken out, and the rest of it was not." for name in lacking]
         if problems:
             raise PlacementError("state was replaced by what does not fit:\n" + "\n".join(problems))
-        copy_all(staged(fills))
+        ready = staged(fills)
+        self.drain()
+        copy_all(ready)
         for one in anew:
             one.reset()
+        self.state_written()
         for one in self.held:
             state.setdefault(one.param, {}).update(one.own)
         self._dicts, self._values = _held_in(state)
 
+    def follow(self) -> None:
+        """Brings masters up to weights that were written since the last step."""
+        if self.masters.outdated():
+            self.drain()
+            self.masters.follow()
+            self.state_written()
+
     def refresh_masters(self) -> None:
         """Makes every master the parameter's own value."""
+        self.drain()
         copy_all([fill for one in self.held for fill in missing_masters(one, {})])
+        self.state_written()
         self.masters.note()
 
     def look(self, groups: Groups, state: State) -> Found:
@@ -261,49 +312,48 @@ class HostEngine:
         """
         self.poison.check()
         self.check(groups, state)
-        lacking = self._table.without_maximum(self._flags(groups))
+        lacking = self.table.without_maximum(self._flags(groups))
         if lacking:
             raise PresentationError(
                 f"amsgrad is on, and the optimizer was made without memory for maxima of {', '.join(lacking[:5])}"
                 f"{', ...' * (len(lacking) > 5)}; make it with amsgrad=True."
             )
-        _refuse_numbers(groups)
+        refuse_numbers(groups)
         found = self.gradients.look()
-        if self.clip is not None and (
-            self.clip.witness is not self.gradients.witness()
-            or self.clip.marks != self.gradients.marks()
-            or not _same_bits(self.clip.sample, self.gradients.sample())
-        ):
+        if self.clip is not None and not self.clip.is_of(self.gradients):
             raise PresentationError(
                 "gradients have changed since clip_grad_norm_, whose factor is for the step of the very gradients it "
                 "has read. Call it after the last backward pass, right before the step; zero_grad() drops the factor."
             )
         return found
 
-    def update(self, found: Found, groups: Groups, *, grad_scale: float = 1.0) -> None:
+    def update(self, found: Found, groups: Groups, amp: Mapping[str, Tensor]) -> None:
         """Collective, where gradients are not placed like their parameters. One step.
 
         Args:
             found: what ``look`` has found.
             groups: of the optimizer.
-            grad_scale: factor of all gradients, besides that of a clip.
+            amp: a GradScaler's ``grad_scale`` and ``found_inf``, where there is one.
         """
         self.has_written = False
+        if self.skips(amp):
+            self.clip = None
+            return
         self.gradients.complete(found)
         address, code, has = self.gradients.addresses(found)
-        self.masters.follow()
+        self.follow()
         if not has.any():
             self.clip = None
             return
-        which, table = _grouped(self._group_of, self._table.steps() + 1, has, groups)
-        self._table.set_gradients(address, code, which, self._flags(groups))
-        rows, names = self._table.chosen(has)
-        factor = grad_scale if self.clip is None else grad_scale * self.clip.factor
+        self.settle_counts()
+        which, table = grouped_hypers(self._group_of, self.table.steps() + 1, has, groups)
+        factor = 1.0 if self.clip is None else self.clip.factor
+        step = Step(found, address, code, has, which, table, self._flags(groups), factor, amp)
         try:
             self.has_written = True
-            adamw_rows(rows, table, seed=self._seed, grad_scale=factor, num_threads=self._threads, names=names)
-            self._table.count(has)
-            self._table.mark_written(has)
+            self.run(step)
+            self.table.count(has)
+            self.table.mark_written(has)
             self.masters.note()
         except (ValueError, TypeError):
             # The kernel looks at everything before it writes.
@@ -319,64 +369,15 @@ class HostEngine:
         return np.array([bool(group["amsgrad"]) for group in groups], np.bool_)[self._group_of]
 
 
-def hypers(groups: Groups, pairs: Sequence[tuple[int, int]]) -> Table:
-    """The kernel's table of numbers: for each pair of a group and a step one row.
-
-    Raises:
-        ValueError: numbers of a group are out of range; all of them are named.
-    """
-    table = np.zeros(len(pairs), HYPER)
-    problems: list[str] = []
-    for row, (index, step) in enumerate(pairs):
-        group = groups[index]
-        beta1, beta2 = map(float, group["betas"])
-        lr, eps, decay = (float(group[key]) for key in ("lr", "eps", "weight_decay"))
-        try:
-            table[row] = adamw_hyper(
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                eps=eps,
-                weight_decay=decay,
-                step=step,
-                maximize=bool(group["maximize"]),
-            )
-        except ValueError as error:
-            problems.append(f"group {index}: {error}")
-        if not group.get("decoupled_weight_decay", True):
-            problems.append(f"group {index}: decoupled_weight_decay is off, which is Adam; this is AdamW")
-    if problems:
-        raise ValueError("\n".join(problems))
-    return table
-
-
-def _refuse_numbers(groups: Groups) -> None:
-    hypers(groups, [(index, 1) for index in range(len(groups))])
-
-
-def _grouped(
-    group_of: NDArray[np.int64], steps: NDArray[np.int64], has: NDArray[np.bool_], groups: Groups
-) -> tuple[NDArray[np.int64], Table]:
-    """For each parameter the row of its numbers, and these rows; without a gradient it does not matter which."""
-    # One number for each pair: few are different, and most often they are one per group.
-    pairs, which = np.unique((group_of * (1 << 40) + steps)[has], return_inverse=True)
-    rows = np.zeros(len(has), np.int64)
-    rows[has] = which.reshape(-1)
-    return rows, hypers(groups, [divmod(int(pair), 1 << 40) for pair in pairs])
+def number_of(value: Tensor) -> float:
+    """The one element of a tensor, on the host."""
+    return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def _held_in(state: Mapping[Any, Any]) -> tuple[list[object], list[object]]:
     """The dicts of the state, and what is in them; state under a name is not the engine's."""
     dicts = [entries for entries in state.values() if type(entries) is dict]
     return list(dicts), [value for entries in dicts for value in entries.values()]
-
-
-def _same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    """Whether 0-d tensors are alike, NaNs too."""
-    return len(left) == len(right) and all(
-        one.dtype == two.dtype and torch.equal(one.reshape(1).view(torch.uint8), two.reshape(1).view(torch.uint8))
-        for one, two in zip(left, right, strict=True)
-    )
 
 
 def _same(left: Sequence[object], right: Sequence[object]) -> bool:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shardopt.clipping import norm_and_factor, tensor_norms
-from shardopt.swap.engine import Clip, HostEngine
+from shardopt.swap.clip import Clip
+from shardopt.swap.engine import Engine
 from shardopt.swap.host_kernel import ROW, DtypeCode, sum_of_squares
 from shardopt.torch_compat import gradients_of
 
@@ -21,7 +22,7 @@ _CODES = {torch.float32: DtypeCode.FP32, torch.bfloat16: DtypeCode.BF16}
 
 @torch.no_grad()
 def fold_clip(
-    engine: HostEngine,
+    engine: Engine,
     max_norm: float,
     norm_type: float,
     *,
@@ -49,7 +50,7 @@ def fold_clip(
         error_if_nonfinite=error_if_nonfinite,
         problem=problem,
     )
-    engine.clip = Clip(factor, engine.gradients.marks(), engine.gradients.witness(), engine.gradients.sample())
+    engine.clip = Clip.of(factor, engine.gradients)
     return total
 
 

@@ -23,7 +23,7 @@ from shardopt.torch_compat import gradients_of, local_shard, same_spec, shard_in
 __all__ = ["Found", "Gradients"]
 
 _CODES = {torch.float32: DtypeCode.FP32, torch.bfloat16: DtypeCode.BF16}
-_kind_of = attrgetter("is_cpu", "layout", "dtype")
+_kind_of = attrgetter("device", "layout", "dtype")
 _shape_of = attrgetter("shape")
 _dtype_of = attrgetter("dtype")
 
@@ -48,8 +48,9 @@ class Found:
 class Gradients:
     """Reads the gradients of parameters, in their order."""
 
-    def __init__(self, held: Sequence[Held]) -> None:
+    def __init__(self, held: Sequence[Held], device: torch.device) -> None:
         self._held = held
+        self._device = device
         self._params = [one.param for one in held]
         self._shapes = [one.shard.shape for one in held]
         self._strides = [dense_strides(one.shard.shape, one.shard.stride()) for one in held]
@@ -98,7 +99,7 @@ class Gradients:
         kinds = set(map(_kind_of, tensors))
         return (
             self._row_major
-            and kinds <= {(True, torch.strided, dtype) for dtype in _CODES}
+            and kinds <= {(self._device, torch.strided, dtype) for dtype in _CODES}
             and all(map(Tensor.is_contiguous, tensors))
             and list(map(_shape_of, tensors)) == self._shapes
         )
@@ -114,8 +115,9 @@ class Gradients:
             return f"its gradient is sparse ({local.layout}); make it dense (sparse=False)"
         if local.dtype not in _CODES:
             return f"its gradient is {local.dtype}; expected torch.float32 or torch.bfloat16"
-        if local.device.type != "cpu":
-            return f"its gradient is on {local.device}, the parameter on the host; move it there"
+        if local.device != self._device:
+            where = "the host" if self._device.type == "cpu" else self._device
+            return f"its gradient is on {local.device}, the parameter on {where}; move it there"
         if isinstance(grad, DTensor) and isinstance(param, DTensor):
             if spec_token(grad) is not self._specs[index] and not same_spec(grad, param):
                 found.unaligned[index] = grad
@@ -131,7 +133,7 @@ class Gradients:
         strides = self._strides[index]
         if all(size < 2 or a == b for size, a, b in zip(local.shape, local.stride(), strides, strict=True)):
             return local
-        return torch.empty_strided(local.shape, strides, dtype=local.dtype, device="cpu").copy_(local)
+        return torch.empty_strided(local.shape, strides, dtype=local.dtype, device=self._device).copy_(local)
 
     def witness(self) -> Tensor | None:
         """The smallest gradient there is. Who keeps it can tell it from any later one, which an address may not."""

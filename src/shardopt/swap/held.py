@@ -120,17 +120,17 @@ def shard_of(param: Tensor) -> Tensor:
     return local_shard(param) if isinstance(param, DTensor) else param
 
 
-def check_param(param: Tensor) -> str | None:
-    """Why the kernel cannot update the parameter; None if it can."""
+def check_param(param: Tensor, device: torch.device) -> str | None:
+    """Why the kernel cannot update the parameter on that device; None if it can."""
     shard = shard_of(param)
     if isinstance(param, DTensor) and any(one.is_partial() for one in param.placements):
         return f"it is placed {param.placements}, which is not one tensor; shard or replicate it"
     if shard.is_meta:
         return "it is on the meta device; materialise it (to_empty) before the optimizer is made"
-    if shard.device.type != "cpu":
+    if shard.device != device:
         return (
-            f"it is on {shard.device}; this version updates parameters on the host only: fully_shard(..., "
-            "offload_policy=CPUOffloadPolicy()), or model.cpu()"
+            f"it is on {shard.device}, and this optimizer's parameters are on {device}; make one optimizer for each "
+            "device"
         )
     # Exact types: a subclass may hold no memory, or not the memory it seems to.
     if type(shard) not in (Tensor, nn.Parameter) or shard.layout != torch.strided:

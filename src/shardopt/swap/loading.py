@@ -11,9 +11,10 @@ from shardopt.staging.finite import find_non_finite
 from shardopt.staging.groups import NOT_VALUES, GroupPlan
 from shardopt.staging.report import Report
 from shardopt.staging.values import Placing
-from shardopt.swap.engine import Groups, HostEngine, hypers
+from shardopt.swap.engine import Engine
 from shardopt.swap.fitting import Fill, copy_all, fit, missing_masters, staged
 from shardopt.swap.held import MASTER, MAX, REMAINDER, Held
+from shardopt.swap.numbers import Groups, hypers
 
 __all__ = ["StateLoad", "plan_load"]
 
@@ -44,7 +45,7 @@ class StateLoad:
             plan.commit()
 
 
-def plan_load(engine: HostEngine, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> StateLoad:
+def plan_load(engine: Engine, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> StateLoad:
     """Plans a load; changes nothing.
 
     Raises:
@@ -79,9 +80,7 @@ def _matched(groups: Groups, saved: Sequence[Mapping[str, Any]], report: Report)
     return [name for group in saved for name in group["params"]]
 
 
-def _plan_state(
-    plan: StateLoad, engine: HostEngine, ids: Sequence[Any], saved: Mapping[Any, Any], report: Report
-) -> None:
+def _plan_state(plan: StateLoad, engine: Engine, ids: Sequence[Any], saved: Mapping[Any, Any], report: Report) -> None:
     for one, name in zip(engine.held, ids, strict=True):
         entries = saved.get(name) or {}
         if not entries:
@@ -106,7 +105,7 @@ def _plan_state(
 
 def _plan_groups(
     plan: StateLoad,
-    engine: HostEngine,
+    engine: Engine,
     groups: Sequence[dict[str, Any]],
     saved: Sequence[Mapping[str, Any]],
     report: Report,

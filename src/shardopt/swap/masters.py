@@ -48,11 +48,13 @@ class Masters:
         self._versions = [-1] * len(self._held)
         self.loaded = True
 
+    def outdated(self) -> bool:
+        """Whether a parameter has been written to."""
+        return self._now() != self._versions
+
     def follow(self) -> None:
         """Compares parameters that have been written to, and brings their masters up to them."""
         versions = self._now()
-        if versions == self._versions:
-            return
         for one, now, known in zip(self._held, versions, self._versions, strict=True):
             if now != known:
                 follow(one, loaded=self.loaded)

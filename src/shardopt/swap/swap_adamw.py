@@ -7,15 +7,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardopt.errors import PlacementError, PresentationError, RankFailureError, ShardoptError
 from shardopt.presentation.own_shards import TakesShards
 from shardopt.presentation.presentation import amp_scale
-from shardopt.swap.engine import HostEngine
 from shardopt.swap.folded_clip import fold_clip
 from shardopt.swap.gradients import Found
 from shardopt.swap.held import Keeps
+from shardopt.swap.host_engine import HostEngine
 from shardopt.swap.loading import plan_load
 from shardopt.torch_compat import without_dynamo
 
@@ -163,12 +162,7 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         found, self._found = self._found, None
         if found is None:
             found = self._engine.look(self.param_groups, self.state)
-        amp = amp_scale(self)
-        if "found_inf" in amp and _number(amp["found_inf"]) != 0:
-            self._engine.clip = None
-            return loss
-        scale = _number(amp["grad_scale"]) if "grad_scale" in amp else 1.0
-        self._engine.update(found, self.param_groups, grad_scale=1.0 / scale)
+        self._engine.update(found, self.param_groups, amp_scale(self))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -231,8 +225,10 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         plan = plan_load(self._engine, self.param_groups, loaded)
         self._engine.clip = None
         self._found = None
+        self._engine.drain()
         try:
             plan.commit()
+            self._engine.state_written()
         except BaseException as error:
             self._engine.poison.set("load", error)
             raise
@@ -261,7 +257,8 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         """
         if self._engine.poison.reason is None and not self._engine.masters.loaded:
             self._engine.check(self.param_groups, self.state)
-            self._engine.masters.follow()
+            self._engine.follow()
+        self._engine.drain()
 
     def state_replaced(self) -> None:
         """Takes what a load has put into the state into its memory."""
@@ -289,10 +286,6 @@ def _named(index: int, group: Mapping[str, Any]) -> list[tuple[str, Tensor, bool
         f"group {index}, parameter {place} of shape {tuple(param.shape)}" for place, param in enumerate(group["params"])
     ]
     return [(name, param, bool(group["amsgrad"])) for name, param in zip(names, group["params"], strict=True)]
-
-
-def _number(value: Tensor) -> float:
-    return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def _check_options(

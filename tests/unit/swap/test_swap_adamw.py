@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardopt import SwapAdamW
-from shardopt.swap import engine
+from shardopt.swap import host_engine
 from shardopt.swap.host_kernel import available_isas
 from tests.unit.swap.swap_cases import DoubleAdamW, gradient, odd_parameters, same_bits, state_of
 
@@ -258,13 +258,13 @@ def test_steps_allocate_nothing_that_stays_and_keep_their_memory_F14() -> None:
 
 def test_one_call_of_the_kernel_steps_all_parameters_F10(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    kernel = engine.adamw_rows
+    kernel = host_engine.adamw_rows
 
     def counted(rows: Any, *args: Any, **kwargs: Any) -> None:
         calls.append(len(rows))
         kernel(rows, *args, **kwargs)
 
-    monkeypatch.setattr(engine, "adamw_rows", counted)
+    monkeypatch.setattr(host_engine, "adamw_rows", counted)
     params = [nn.Parameter(torch.zeros(4)) for _ in range(30)]
     groups = [{"params": params[:10], "lr": 0.1}, {"params": params[10:], "betas": (0.5, 0.9)}]
     optimizer = SwapAdamW(groups)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from shardopt import PlacementError, PresentationError, ShardoptError, SwapAdamW
 from shardopt.errors import LoadError
-from shardopt.swap import engine
+from shardopt.swap import host_engine
 from shardopt.torch_compat import spec_token
 from tests.unit.swap.swap_cases import state_of
 
@@ -214,7 +214,7 @@ def test_a_failure_in_the_kernel_lets_nobody_step_or_save_until_a_good_load(monk
         raise OSError("half way")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "adamw_rows", fail)
+        patch.setattr(host_engine, "adamw_rows", fail)
         with pytest.raises(OSError, match="half way"):
             optimizer.step()
     assert optimizer.has_written

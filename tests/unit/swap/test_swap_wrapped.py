@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardopt import GradScaler, LoadError, PresentationError, ShardedStateOptimizer, ShardoptError, SwapAdamW
-from shardopt.swap import engine
+from shardopt.swap import host_engine
 from tests.unit.swap.swap_cases import same_bits, state_of
 
 # DCP says so without a process group; it is what most of these tests want.
@@ -291,7 +291,7 @@ def test_what_fails_before_the_first_write_leaves_the_wrapper_good(monkeypatch: 
         raise ValueError("row 0 is wrong")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "adamw_rows", refuse)
+        patch.setattr(host_engine, "adamw_rows", refuse)
         with pytest.raises(ValueError, match="row 0 is wrong"):
             optimizer.step()
     assert same_bits(state_of(optimizer), held)
@@ -308,7 +308,7 @@ def test_a_failure_in_the_kernel_poisons_the_wrapper_until_a_good_load(
         raise OSError("half way")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "adamw_rows", fail)
+        patch.setattr(host_engine, "adamw_rows", fail)
         with pytest.raises(OSError, match="half way"):
             optimizer.step()
     with pytest.raises(ShardoptError, match="an earlier step failed .*half way"):
