@@ -38,10 +38,12 @@ os.environ.__class__ = Environment
 before = settings()
 import shardopt
 for module in pkgutil.walk_packages(shardopt.__path__, "shardopt."):
-    # Adapters import libraries, which print and read as they like; nothing imports one unless its optimizers are used.
-    if not module.name.startswith("shardopt.layouts.adapters."):
+    # These import libraries, which print and read as they like; nothing imports one unless its optimizers are used, or
+    # a GPU is to be stepped.
+    if not module.name.startswith(("shardopt.layouts.adapters.", "shardopt.swap.triton_body")):
         importlib.import_module(module.name)
 names = [name for name in sys.modules if name.startswith("shardopt.")]
+assert "triton" not in sys.modules
 print(json.dumps({"changed": before != settings(), "read": read, "cuda": torch.cuda.is_initialized(), "names": names}))
 """
 
