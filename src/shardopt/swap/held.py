@@ -106,6 +106,15 @@ class Held:
         """This rank's part of the fp32 values, or of what bf16 lacks of them; None if there is neither."""
         return self.pieces.get(MASTER, self.pieces.get(REMAINDER))
 
+    def take(self, flat: Mapping[str, Tensor]) -> None:
+        """Takes its pieces of memory: [numel] each, in which elements lie as the parameter's, without gaps."""
+        strides = dense_strides(self.shard.shape, self.shard.stride())
+        self.pieces = {name: piece.as_strided(self.shard.shape, strides) for name, piece in flat.items()}
+        # float32 whatever torch's default dtype is: bf16 would stop counting at 256.
+        step = torch.frombuffer(self.counters, dtype=torch.float32, count=1, offset=self.counters.itemsize * self.place)
+        self.own = {STEP: step.reshape(())}
+        self.own.update((name, _as_param(self.param, piece)) for name, piece in self.pieces.items())
+
     def reset(self) -> None:
         """The state of before the first step."""
         self.counters[self.place] = 0
@@ -201,12 +210,7 @@ def hold(
 
     The memory is zeros that nobody has touched; masters are not filled yet.
     """
-    indexed = keeps.moment_dtype == torch.bfloat16
-    counters = np.zeros(len(named), np.float32)
-    made = [
-        Held(param, name, first_stream + place, shard, _spans(param, shard, indexed=indexed), counters, place)
-        for place, (name, param, shard) in enumerate((name, param, shard_of(param)) for name, param in named)
-    ]
+    made = without_memory(named, keeps, first_stream=first_stream)
     wanted = [keeps.entries(one.shard.dtype, amsgrad=flag) for one, flag in zip(made, amsgrad, strict=True)]
     names = dict.fromkeys(name for entries in wanted for name in entries)
     # Entry by entry, wide ones first: each is read as one stream, and no gap comes between tiny pieces.
@@ -217,15 +221,22 @@ def hold(
         if name in entries
     ]
     flat = slabs.make([(one.shard.numel(), dtype) for one, _, dtype in order])
+    pieces: dict[int, dict[str, Tensor]] = {id(one): {} for one in made}
     for (one, name, _), piece in zip(order, flat, strict=True):
-        one.pieces[name] = piece.as_strided(one.shard.shape, dense_strides(one.shard.shape, one.shard.stride()))
+        pieces[id(one)][name] = piece
     for one, entries in zip(made, wanted, strict=True):
-        one.pieces = {name: one.pieces[name] for name in entries}
-        # float32 whatever torch's default dtype is: bf16 would stop counting at 256.
-        step = torch.frombuffer(counters, dtype=torch.float32, count=1, offset=counters.itemsize * one.place)
-        one.own = {STEP: step.reshape(())}
-        one.own.update((name, _as_param(one.param, piece)) for name, piece in one.pieces.items())
+        one.take({name: pieces[id(one)][name] for name in entries})
     return made
+
+
+def without_memory(named: Sequence[tuple[str, Tensor]], keeps: Keeps, *, first_stream: int) -> list[Held]:
+    """The same, but no pieces yet: counters alone."""
+    indexed = keeps.moment_dtype == torch.bfloat16
+    counters = np.zeros(len(named), np.float32)
+    return [
+        Held(param, name, first_stream + place, shard, _spans(param, shard, indexed=indexed), counters, place)
+        for place, (name, param, shard) in enumerate((name, param, shard_of(param)) for name, param in named)
+    ]
 
 
 def _width(name: str, wanted: Sequence[Mapping[str, torch.dtype]]) -> int:

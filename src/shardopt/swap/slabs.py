@@ -6,12 +6,13 @@ import ctypes
 import mmap
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Slabs", "plan_pieces"]
+__all__ = ["Region", "Slabs", "plan_pieces"]
 
 _WIDEST_ALIGNMENT = 256
 # A piece may waste less than this part of itself to be aligned: all of them together stay below 1 %.
@@ -53,6 +54,28 @@ class _Mapping(mmap.mmap):
             runtime.cudaHostUnregister(self.address)
 
 
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory of one dtype in a slab.
+
+    Attributes:
+        mapping: the slab.
+        start: the region's first byte there.
+        dtype: of its elements.
+    """
+
+    mapping: _Mapping | None
+    start: int
+    dtype: torch.dtype
+
+    def part(self, first: int, numel: int) -> Tensor:
+        """Some of its elements, as a storage of their own that keeps the slab: [numel]."""
+        if numel == 0 or self.mapping is None:
+            return _empty(self.dtype)
+        offset = self.start + first * self.dtype.itemsize
+        return torch.frombuffer(self.mapping, dtype=self.dtype, count=numel, offset=offset)
+
+
 class Slabs:
     """Makes the memory of one optimizer's state. Nothing keeps it but the tensors over it.
 
@@ -76,18 +99,17 @@ class Slabs:
         Raises:
             MemoryError: the system gives no address space of that size.
         """
+        # A storage for each: saving or copying one tensor takes its own bytes along, not the slab's.
+        return [region.part(0, numel) for region, (numel, _) in zip(self.regions(wanted), wanted, strict=True)]
+
+    def regions(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[Region]:
+        """The same memory as ``make`` gives, to be cut further."""
         items = [dtype.itemsize for _, dtype in wanted]
         sizes = [numel * item for (numel, _), item in zip(wanted, items, strict=True)]
         starts, nbytes = plan_pieces(sizes, items)
-        if nbytes == 0:
-            return [_empty(dtype) for _, dtype in wanted]
-        mapping = self._map(nbytes)
+        mapping = self._map(nbytes) if nbytes else None
         self.nbytes += nbytes
-        # A storage for each: saving or copying one tensor takes its own bytes along, not the slab's.
-        return [
-            torch.frombuffer(mapping, dtype=dtype, count=numel, offset=start) if numel else _empty(dtype)
-            for start, (numel, dtype) in zip(starts, wanted, strict=True)
-        ]
+        return [Region(mapping, start, dtype) for start, (_, dtype) in zip(starts, wanted, strict=True)]
 
     def _map(self, nbytes: int) -> _Mapping:
         try:
