@@ -97,7 +97,7 @@ class Ring:
         memory = self._allocate(self.num_slots * self.slot_bytes)
         self._tables = StepTables(backend, self._order, nbytes=table_bytes, num_pairs=_NUM_TABLES)
         # Whatever had the memory before is on the compute stream.
-        self._made = self._order.mark(self._launched, Stream.COMPUTE)
+        self._made = self._order.mark(self._order.new_mark(), Stream.COMPUTE)
         self._slots = [self._make_slot(memory, number, streamed) for number in range(self.num_slots)]
         self._next = 0
         # When each chunk's host memory was last written, and the last of these.
@@ -215,9 +215,13 @@ class Ring:
             for index, one in ahead.items():
                 one.is_ahead = False
                 self._home[index] = home
+        self._settle()
+
+    def _settle(self) -> None:
         self._order.host(self._last_home)
-        # Where a launch has failed, nobody has waited for its upload.
+        # Where a launch has failed, nobody has waited for what was uploaded for it.
         self._order.host(Point(self._uploaded, self._uploaded.tick))
+        self._order.host(self._tables.copied)
 
     def host_changed(self) -> None:
         """Takes notice that the host has written to the state's memory, after ``drain``.
@@ -237,8 +241,7 @@ class Ring:
     def __del__(self) -> None:
         # The host memory may be freed, and unregistered, right after this.
         if hasattr(self, "_last_home"):
-            self._order.host(self._last_home)
-            self._order.host(Point(self._uploaded, self._uploaded.tick))
+            self._settle()
 
 
 def _check(chunks: Sequence[Entries], table_bytes: int, depth: int, budget_bytes: int) -> None:

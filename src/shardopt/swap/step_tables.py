@@ -61,6 +61,11 @@ class StepTables:
         """Of the device buffers."""
         return self._num_pairs * self._room
 
+    @property
+    def copied(self) -> Point:
+        """When the tables of the last step are on the device."""
+        return Point(self._copied, self._copied.tick)
+
     def upload(self, tables: Sequence[NDArray[Any]], made: Point) -> tuple[list[Tensor], Point]:
         """Copies the tables of a step to the device, in one copy.
 
