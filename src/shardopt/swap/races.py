@@ -84,7 +84,8 @@ class Bytes:
                 before.append(segment.write)
             found.update((other, None) for other in before if clock.get(other.thread, 0) < other.tick)
             if access.is_write:
-                segment.write, segment.reads = access, {}
+                segment.write = access
+                segment.reads.clear()
             else:
                 segment.reads[access.thread] = access
         return [Race(other, access) for other in found]

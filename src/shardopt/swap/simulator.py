@@ -1,7 +1,8 @@
-"""A device that is not there: it does what it is asked for as late, as early, or as much in between as streams allow."""
+"""A device that is not there: it does what it is asked for at any time that its streams allow."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -159,7 +160,7 @@ class SimBackend:
     def _pieces(self, target: Tensor, source: Tensor) -> list[Callable[[], object]]:
         count = self._random.randint(1, _MOST_PIECES)
         ends = [target.numel() * part // count for part in range(count + 1)]
-        spans = [slice(*span) for span in zip(ends, ends[1:], strict=False)]
+        spans = [slice(*span) for span in itertools.pairwise(ends)]
         self._random.shuffle(spans)
         return [lambda span=span: target[span].copy_(source[span]) for span in spans]
 
