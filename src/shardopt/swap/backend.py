@@ -21,17 +21,22 @@ class Stream(enum.IntEnum):
 
 
 class Launch(Protocol):
-    """Work for the compute stream that knows which memory it touches.
+    """Work for the compute stream that knows which memory it touches."""
 
-    Attributes:
-        name: for reports.
-        reads: tensors of which it reads some.
-        writes: tensors of which it writes some; it may read these too.
-    """
+    @property
+    def name(self) -> str:
+        """For reports."""
+        ...
 
-    name: str
-    reads: Sequence[Tensor]
-    writes: Sequence[Tensor]
+    @property
+    def reads(self) -> Sequence[Tensor]:
+        """Tensors of which it reads some."""
+        ...
+
+    @property
+    def writes(self) -> Sequence[Tensor]:
+        """Tensors of which it writes some; it may read these too."""
+        ...
 
     def run(self) -> None:
         """Enqueues the work on the current stream. Allocates nothing, waits for nothing."""

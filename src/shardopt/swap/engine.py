@@ -92,7 +92,7 @@ class Engine(ABC):
         self.num_streams = 0
         self._by_id: dict[int, Held] = {}
         self.masters = Masters([])
-        self._index([])
+        self.index([])
 
     @abstractmethod
     def hold(self, named: Sequence[tuple[str, Tensor]], amsgrad: Sequence[bool]) -> list[Held]:
@@ -107,11 +107,7 @@ class Engine(ABC):
         """
 
     def drain(self) -> None:
-        """Waits until the state's memory holds what the last step has made of it."""
-        return None
-
-    def state_written(self) -> None:
-        """Takes notice that somebody has written to the state's memory since ``drain``."""
+        """Waits until the state's memory holds what the last step has made of it: the host may read and write it."""
         return None
 
     def settle_counts(self) -> None:
@@ -158,12 +154,12 @@ class Engine(ABC):
         self._by_id.update((id(one.param), one) for one in new)
         for one in new:
             state[one.param] = dict(one.own)
-        self._index(groups)
+        self.index(groups)
 
     def _problems(self, named: Sequence[tuple[str, Tensor]]) -> list[str]:
         return [f"{name}: {why}." for name, param in named if (why := check_param(param, self.device)) is not None]
 
-    def _index(self, groups: Groups) -> None:
+    def index(self, groups: Groups) -> None:
         """Takes the parameters in the order of the groups, and makes the tables anew."""
         # Masters that were loaded wait for the weights of their checkpoint, which the step compares them with.
         if not self.masters.loaded:
@@ -211,7 +207,7 @@ class Engine(ABC):
 
     def _regroup(self, groups: Groups) -> None:
         self._refuse_unknown(groups, set())
-        self._index(groups)
+        self.index(groups)
 
     def _refuse_unknown(self, groups: Groups, added: Set[int]) -> None:
         """Refuses groups that hold parameters which have no memory, and are not being added."""
@@ -244,12 +240,11 @@ class Engine(ABC):
         ]
         for one, shard in zip(self.held, shards, strict=True):
             one.shard = shard
-        self._index(groups)
+        self.index(groups)
         if moved and not self.masters.loaded:
             self.drain()
             for one in moved:
                 follow(one, loaded=False)
-            self.state_written()
 
     def adopt(self, state: State) -> None:
         """Brings values that were put into the state into its memory, and the memory's own tensors back into it.
@@ -285,7 +280,6 @@ class Engine(ABC):
         copy_all(ready)
         for one in anew:
             one.reset()
-        self.state_written()
         for one in self.held:
             state.setdefault(one.param, {}).update(one.own)
         self._dicts, self._values = _held_in(state)
@@ -295,13 +289,11 @@ class Engine(ABC):
         if self.masters.outdated():
             self.drain()
             self.masters.follow()
-            self.state_written()
 
     def refresh_masters(self) -> None:
         """Makes every master the parameter's own value."""
         self.drain()
         copy_all([fill for one in self.held for fill in missing_masters(one, {})])
-        self.state_written()
         self.masters.note()
 
     def look(self, groups: Groups, state: State) -> Found:

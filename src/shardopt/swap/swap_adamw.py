@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 from shardopt.errors import PlacementError, PresentationError, RankFailureError, ShardoptError
 from shardopt.presentation.own_shards import TakesShards
 from shardopt.presentation.presentation import amp_scale
+from shardopt.swap.engines import EngineOptions, make_engine
 from shardopt.swap.folded_clip import fold_clip
 from shardopt.swap.gradients import Found
-from shardopt.swap.held import Keeps
-from shardopt.swap.host_engine import HostEngine
+from shardopt.swap.held import Keeps, shard_of
 from shardopt.swap.loading import plan_load
 from shardopt.torch_compat import without_dynamo
 
@@ -79,8 +80,13 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         num_threads: int | None = None,
     ) -> None:
         _check_options(pin_memory, chunk_bytes, device_budget_bytes, seed, num_threads)
-        self._engine = HostEngine(
-            Keeps(moment_dtype=moment_dtype, master=master), pin=pin_memory is True, seed=seed, num_threads=num_threads
+        options = EngineOptions(
+            Keeps(moment_dtype=moment_dtype, master=master),
+            pin=pin_memory,
+            seed=seed,
+            num_threads=num_threads,
+            chunk_bytes=chunk_bytes,
+            budget_bytes=device_budget_bytes,
         )
         self._found: Found | None = None
         self._added: list[tuple[str, Tensor, bool]] | None = []
@@ -97,8 +103,21 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         }
         super().__init__(params, defaults)
         # All groups in one slab: each of its own would be rounded up to whole pages.
-        added, self._added = self._added, None
-        self._engine.add(added or [], self.param_groups, self.state)
+        added, self._added = self._added or [], None
+        self._engine = make_engine(_device_of(added), options)
+        self._engine.add(added, self.param_groups, self._state)
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """The state, on the host. Reading this waits until all of it is there; what is kept of it goes stale."""
+        # The base class makes it, before there is anything to wait for.
+        if "_engine" in vars(self):
+            self._engine.drain()
+        return self._state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self._state = value
 
     @property
     def master(self) -> str | None:
@@ -134,7 +153,7 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
             if len({id(param) for _, param, _ in named}) != len(named):
                 raise PresentationError(f"group {len(self.param_groups) - 1} holds a parameter twice; list it once.")
             if self._added is None:
-                self._engine.add(named, self.param_groups, self.state)
+                self._engine.add(named, self.param_groups, self._state)
             else:
                 self._added += named
         except BaseException:
@@ -161,7 +180,7 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
                 loss = closure()
         found, self._found = self._found, None
         if found is None:
-            found = self._engine.look(self.param_groups, self.state)
+            found = self._engine.look(self.param_groups, self._state)
         self._engine.update(found, self.param_groups, amp_scale(self))
         return loss
 
@@ -185,7 +204,7 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         """
         problem: ShardoptError | None = None
         try:
-            self._engine.check(self.param_groups, self.state)
+            self._engine.check(self.param_groups, self._state)
         except ShardoptError as error:
             # The others are told, and do not wait.
             problem = error
@@ -221,14 +240,13 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, loaded)
             loaded = loaded if changed is None else changed
-        self._engine.check(self.param_groups, self.state)
+        self._engine.check(self.param_groups, self._state)
         plan = plan_load(self._engine, self.param_groups, loaded)
         self._engine.clip = None
         self._found = None
         self._engine.drain()
         try:
             plan.commit()
-            self._engine.state_written()
         except BaseException as error:
             self._engine.poison.set("load", error)
             raise
@@ -243,7 +261,7 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
 
     def look(self) -> list[str]:
         """Checks the step that follows; see ``TakesShards``."""
-        self._found = self._engine.look(self.param_groups, self.state)
+        self._found = self._engine.look(self.param_groups, self._state)
         return [self._engine.held[index].name for index in self._found.unaligned]
 
     def forget(self) -> None:
@@ -256,7 +274,7 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         Masters that were loaded since then wait for the weights of their checkpoint until the step.
         """
         if self._engine.poison.reason is None and not self._engine.masters.loaded:
-            self._engine.check(self.param_groups, self.state)
+            self._engine.check(self.param_groups, self._state)
             self._engine.follow()
         self._engine.drain()
 
@@ -265,7 +283,7 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         self._engine.clip = None
         self._engine.poison.reason = None
         try:
-            self._engine.adopt(self.state)
+            self._engine.adopt(self._state)
         except PlacementError as error:
             # The load is done, or has failed half way, and has its own error; from here on no step may run.
             self._engine.poison.set("load", error)
@@ -278,6 +296,12 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
         )
 
     __copy__ = __deepcopy__ = __reduce_ex__ = __getstate__ = __setstate__ = _refuse_copy  # pyrefly: ignore
+
+
+def _device_of(named: Sequence[tuple[str, Tensor, bool]]) -> torch.device:
+    """Where the first parameter that is anywhere is: all of them have to be there."""
+    devices = (shard_of(param).device for _, param, _ in named)
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
 
 def _named(index: int, group: Mapping[str, Any]) -> list[tuple[str, Tensor, bool]]:

@@ -96,10 +96,10 @@ class StepTable:
         mask = has[self.owners]
         return self.rows[mask], list(compress(self.names, mask))
 
-    def count(self, has: NDArray[np.bool_]) -> None:
-        """Counts the step of the parameters that have a gradient."""
+    def count(self, has: NDArray[np.bool_], number: int = 1) -> None:
+        """Counts a step of the parameters that have a gradient; -1 takes it back."""
         for memory, places, indices in self._counters:
-            memory[places[has[indices]]] += 1
+            memory[places[has[indices]]] += number
 
     def mark_written(self, has: NDArray[np.bool_]) -> None:
         """Moves the versions of the parameters that the step has written: autograd sees it so."""
