@@ -21,7 +21,20 @@ from shardopt.swap.spans import spans_of
 from shardopt.swap.step_tables import table_room
 from tests.unit.swap.swap_cases import bits
 
-__all__ = ["KINDS", "Result", "Scenario", "Step", "Streamed", "Work", "drawn", "serial", "streamed"]
+__all__ = [
+    "ALL",
+    "FIRST",
+    "KINDS",
+    "Result",
+    "Scenario",
+    "Step",
+    "Streamed",
+    "Work",
+    "drawn",
+    "plain_steps",
+    "serial",
+    "streamed",
+]
 
 # Entries of different widths, and random bits, which depend on where an element is.
 KINDS: dict[str, dict[str, torch.dtype]] = {
@@ -40,6 +53,11 @@ CHUNK_BYTES = 96 * 8
 # A parameter of several chunks, one that shares its chunk, odd ones; of each kind.
 SIZES = (130, 40, 65)
 MORE_SIZES = (70,)
+
+
+# Which parameters have a gradient: all, or the first of each kind.
+ALL = (True,) * 8
+FIRST = (True, True, *(False,) * 6)
 
 
 def bytes_of(kind: str) -> int:
@@ -88,6 +106,11 @@ def drawn(seed: int) -> Scenario:
         for _ in range(chance.randint(3, 7))
     )
     return Scenario(seed, chance.randint(1, 4), chance.choice((0, 0, 1024, 2048, 1 << 20)), steps)
+
+
+def plain_steps(count: int, has: tuple[bool, ...] = ALL) -> tuple[Step, ...]:
+    """Steps with nothing between them."""
+    return (Step(has, lr=1e-3, scale=1.0, skip=False, then=""),) * count
 
 
 @cache
@@ -236,6 +259,7 @@ def serial(scenario: Scenario) -> Result:
             for slab, value in zip(model.slabs, model.loaded(number), strict=True):
                 slab.copy_(value)
         if step.then == "group" and len(model.params) < len(step.has):
+            result.saved.append([slab.clone() for slab in model.slabs])
             model.add(MORE_SIZES)
     result.state = [*model.slabs, *model.params]
     return result
@@ -328,7 +352,7 @@ class Streamed:
             self.ring.host_changed()
         if step.then == "group" and len(self.model.params) < len(step.has):
             # Whoever makes another plan may look at what is there.
-            self.save()
+            self.result.saved.append(self.save())
             self.model.add(MORE_SIZES)
             self.ring = self._ring()
 
