@@ -192,6 +192,8 @@ class SimBackend:
         thread = self._thread(stream)
         self.log.append(f"{thread} for {record.stream} after {record.after}")
         if number == self._drop_wait:
+            # Chance favours what the wait was there against.
+            self._weights[thread], self._weights[record.stream] = _WEIGHTS[-1], _WEIGHTS[0]
             return
         self._queues[thread].append(_Operation(waits_for=record))
         _join(self._clocks[thread], record.clock)

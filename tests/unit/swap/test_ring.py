@@ -26,7 +26,7 @@ from tests.unit.swap.ring_cases import (
 SOME = (True, False, False, True, True, False, False, True)
 # All that can come between steps, with a device that is up to some steps behind.
 LIFE = tuple(
-    Step(has, lr=1e-3 * (number + 1), scale=1.0 / (number + 1), skip=number == 4, then=then)
+    Step(has, lr=1e-3 * (number + 1), scale=1.0 / (number + 1), skip=number == 8, then=then)
     for number, (has, then) in enumerate(
         [
             (ALL, ""),
