@@ -111,6 +111,8 @@ class CudaBackend:
         # Made once: fresh streams at each step make the allocator keep a pool for each.
         self._upload = torch.cuda.Stream(self.device)
         self._download = torch.cuda.Stream(self.device)
+        # Streams that were the current one when memory was allocated.
+        self._allocated_on: set[int] = set()
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         if stream is Stream.COMPUTE:
@@ -124,6 +126,7 @@ class CudaBackend:
     def allocate(self, nbytes: int) -> Tensor:
         """Memory of torch's allocator, which aligns to 512 bytes and hands out again what the current stream let go."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._allocated_on.add(self.compute())
         if nbytes:
             # Or it would be handed out again at the tensor's end while copies are still at work.
             memory.record_stream(self._upload)
@@ -146,6 +149,11 @@ class CudaBackend:
     def launch(self, launch: Launch, stream: Stream) -> None:
         """Runs a launch with that stream as the current one."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream(stream)):
+            # Work on another stream than that of the allocation is not known to the allocator either.
+            current = self._stream(stream)
+            if self._allocated_on - {current.cuda_stream}:
+                for tensor in (*launch.reads, *launch.writes):
+                    tensor.record_stream(current)
             launch.run()
 
     def record(self, event: torch.cuda.Event, stream: Stream) -> None:

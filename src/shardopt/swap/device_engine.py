@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardopt.errors import ShardoptError
 from shardopt.swap.backend import Backend, Launch, Stream
 from shardopt.swap.device_rows import ALIGNED_BYTES, ALIGNED_ELEMENTS, BLOCK, Kind
 from shardopt.swap.device_state import DeviceState
@@ -152,7 +153,13 @@ class DeviceEngine(Engine):
         factor = np.array([step.factor, 0.0])
         with np.errstate(over="ignore"):
             scalars = np.array([step.factor, 0.0], np.float32)
-        self._ring.step(list(stretches), [*tables, factor, scalars], make_launch)
+        try:
+            self._ring.step(list(stretches), [*tables, factor, scalars], make_launch)
+        except (ValueError, TypeError) as error:
+            if is_first:
+                raise
+            # Of these the engine takes it that nothing was written.
+            raise ShardoptError(f"a step on {self.device} has failed half way: {error}") from error
         if "found_inf" in amp:
             self.backend.copy(self._verdict, amp["found_inf"].detach().reshape(1), Stream.COMPUTE)
             self.backend.record(self._settled, Stream.COMPUTE)

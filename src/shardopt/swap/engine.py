@@ -82,7 +82,7 @@ class Engine(ABC):
     def __init__(self, keeps: Keeps, *, device: torch.device, pin: bool, seed: int, num_threads: int | None) -> None:
         self.keeps = keeps
         self.device = device
-        self.slabs = Slabs(pin=pin)
+        self.slabs = Slabs(pin=pin, device=device if device.type == "cuda" else None)
         self.held: list[Held] = []
         self.poison = Poison()
         self.has_written = False

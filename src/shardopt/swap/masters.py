@@ -78,9 +78,9 @@ def follow(held: Held, *, loaded: bool) -> None:
 
 
 def _chunks(piece: Tensor, shard: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both in parts of the same elements, each part flat or a row of the outermost dim."""
+    """Both in parts of the same elements, on the host, where the piece is."""
     if piece.is_contiguous() and shard.is_contiguous():
         pieces = zip(piece.view(-1).split(_CHUNK_ELEMENTS), shard.detach().view(-1).split(_CHUNK_ELEMENTS), strict=True)
-        yield from pieces
+        yield from ((part, values.to(piece.device)) for part, values in pieces)
     else:
-        yield piece, shard.detach()
+        yield piece, shard.detach().to(piece.device)

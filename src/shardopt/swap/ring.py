@@ -163,6 +163,11 @@ class Ring:
                     self._step_streamed(chunk, views, copied, make_launch)
                 else:
                     self._step_resident(chunk, resident, views, copied, make_launch)
+        except BaseException:
+            # Copies may have been asked for that no mark stands for yet.
+            self._order.mark(self._uploaded, Stream.UPLOAD)
+            self._last_home = self._order.mark(self._drained, Stream.DOWNLOAD)
+            raise
         finally:
             self._tables.release(copied)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import os
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +21,8 @@ _WIDEST_ALIGNMENT = 256
 # A piece may waste less than this part of itself to be aligned: all of them together stay below 1 %.
 _MOST_WASTE = 128
 _HUGE_PAGE_BYTES = 2 << 20
+# cudaHostRegisterPortable: pinned for every device of this process, whichever is the current one later on.
+_PORTABLE = 1
 
 
 def plan_pieces(sizes: Sequence[int], items: Sequence[int]) -> tuple[list[int], int]:
@@ -46,12 +51,23 @@ class _Mapping(mmap.mmap):
 
     address = 0
     registered = False
+    device: torch.device | None = None
+    process = 0
 
     def __del__(self) -> None:
-        # The CUDA runtime must let go of the pages before they are unmapped.
-        if self.registered:
+        # The CUDA runtime must let go of the pages before they are unmapped. At the interpreter's end it does so itself.
+        if not self.registered or sys.is_finalizing():
+            return
+        if self.process != os.getpid():
+            # A forked child has neither CUDA nor these pages, and what it has at their addresses is not to be unmapped.
+            _NOT_OURS.append(self)
+            return
+        with _on(self.device):
             runtime: Any = torch.cuda.cudart()
             runtime.cudaHostUnregister(self.address)
+
+
+_NOT_OURS: list[_Mapping] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +98,12 @@ class Slabs:
     Attributes:
         nbytes: of all slabs that were made, as they were asked for from the system.
         pin: whether slabs are registered with CUDA, so that copies to and from a device run by themselves.
+        device: the CUDA device that they are for; None is the current one.
     """
 
-    def __init__(self, *, pin: bool) -> None:
+    def __init__(self, *, pin: bool, device: torch.device | None = None) -> None:
         self.pin = pin
+        self.device = device
         self.nbytes = 0
 
     def make(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
@@ -128,11 +146,20 @@ class Slabs:
         """Locks the slab's pages for CUDA; where that fails, warns once and goes on without."""
         why = "torch finds no CUDA device"
         if torch.cuda.is_available():
-            runtime: Any = torch.cuda.cudart()
-            code = runtime.cudaHostRegister(mapping.address, nbytes, 0)
-            if int(code) == 0:
-                mapping.registered = True
-                return
+            # Before the driver takes hold of the pages: a fork would copy all that is pinned, or leave the copies to and
+            # from the device with pages that are the child's from then on.
+            if hasattr(mmap, "MADV_DONTFORK"):
+                mapping.madvise(mmap.MADV_DONTFORK)
+            # Or a device that nothing else is on would get a context of some hundred MB.
+            with _on(self.device):
+                runtime: Any = torch.cuda.cudart()
+                code = runtime.cudaHostRegister(mapping.address, nbytes, _PORTABLE)
+                if int(code) == 0:
+                    mapping.registered, mapping.device, mapping.process = True, self.device, os.getpid()
+                    return
+                _forget_cuda_error()
+            if hasattr(mmap, "MADV_DOFORK"):
+                mapping.madvise(mmap.MADV_DOFORK)
             why = f"cudaHostRegister of {nbytes} bytes gave error {int(code)} (see `ulimit -l`)"
         self.pin = False
         warnings.warn(
@@ -140,6 +167,23 @@ class Slabs:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _on(device: torch.device | None) -> contextlib.AbstractContextManager[object]:
+    """With that device as the current one; None leaves it as it is."""
+    return contextlib.nullcontext() if device is None else torch.cuda.device(device)
+
+
+def _forget_cuda_error() -> None:
+    """Has the error of a call that was refused raised here, and dropped.
+
+    CUDA keeps it, and torch asks for it after each launch: the next one, of whatever kernel, would raise it as its own.
+    """
+    try:
+        torch.ones((), device="cuda")
+    except RuntimeError:
+        # Another launch, which raises if it was not that.
+        torch.ones((), device="cuda")
 
 
 def _empty(dtype: torch.dtype) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -129,22 +131,43 @@ class Runtime:
         self.code = code
         self.registered: list[int] = []
         self.calls: list[tuple[int, int, int]] = []
+        self.devices: list[object] = []
+        self.last_error = 0
+        self.launches = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.calls.append((address, nbytes, flags))
         if self.code == 0:
             self.registered.append(address)
+        self.last_error = self.code
         return self.code
 
     def cudaHostUnregister(self, address: int) -> int:
         self.registered.remove(address)
         return 0
 
+    @contextlib.contextmanager
+    def on(self, device: object) -> Iterator[None]:
+        """With another current device."""
+        self.devices.append(device)
+        yield
+        self.devices.append(None)
+
+    def launch(self, size: tuple[int, ...], *, device: str) -> None:
+        """As torch's: the runtime's last error is what the launch is said to have failed with, and is gone then."""
+        assert device == "cuda"
+        self.launches += 1
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
 
 def with_runtime(monkeypatch: pytest.MonkeyPatch, code: int) -> Runtime:
     runtime = Runtime(code)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", runtime.on)
+    monkeypatch.setattr(torch, "ones", runtime.launch)
     return runtime
 
 
@@ -154,7 +177,8 @@ def test_a_slab_is_registered_once_in_its_exact_size_and_let_go_before_it_is_unm
     runtime = with_runtime(monkeypatch, 0)
     made = Slabs(pin=True)
     pieces = made.make([(100, torch.float32), (3, torch.float32)])
-    assert runtime.calls == [(pieces[0].data_ptr(), 412, 0)]
+    # 1: for every device of the process.
+    assert runtime.calls == [(pieces[0].data_ptr(), 412, 1)]
     assert made.pin
     del pieces
     assert runtime.registered == []
@@ -164,8 +188,7 @@ def test_a_slab_is_registered_once_in_its_exact_size_and_let_go_before_it_is_unm
 def test_without_registration_there_is_one_warning_and_pageable_memory_F9(
     monkeypatch: pytest.MonkeyPatch, available: bool
 ) -> None:
-    if available:
-        with_runtime(monkeypatch, 2)
+    runtime = with_runtime(monkeypatch, 2) if available else Runtime(0)
     made = Slabs(pin=True)
     why = r"cudaHostRegister of 40 bytes gave error 2 .*`ulimit -l`" if available else "torch finds no CUDA device"
     with pytest.warns(RuntimeWarning, match=why + ".*pageable memory") as caught:
@@ -174,3 +197,71 @@ def test_without_registration_there_is_one_warning_and_pageable_memory_F9(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made.make([(10, torch.float32)])
+    # Or the next kernel, of whoever launches one, would raise it.
+    assert runtime.last_error == 0
+    assert runtime.launches == (2 if available else 0)
+
+
+def test_an_error_that_another_launch_does_not_clear_is_raised_F8(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = with_runtime(monkeypatch, 2)
+
+    def launch(size: tuple[int, ...], *, device: str) -> None:
+        raise RuntimeError(f"the {device} device is lost")
+
+    monkeypatch.setattr(torch, "ones", launch)
+    with pytest.raises(RuntimeError, match="the cuda device is lost"):
+        Slabs(pin=True).make([(10, torch.float32)])
+    assert runtime.registered == []
+
+
+def test_a_slab_is_registered_with_the_device_that_it_is_for_as_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = with_runtime(monkeypatch, 0)
+    pieces = Slabs(pin=True, device=torch.device("cuda", 3)).make([(10, torch.float32)])
+    assert runtime.devices == [torch.device("cuda", 3), None]
+    del pieces
+    assert runtime.devices == [torch.device("cuda", 3), None] * 2
+
+
+FORKED = """
+import gc, os, sys, torch
+from shardopt.swap.slabs import Slabs
+
+class Runtime:
+    calls = []
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.calls.append("register")
+        return 0
+    def cudaHostUnregister(self, address):
+        self.calls.append("unregister")
+        return 0
+
+torch.cuda.is_available, torch.cuda.cudart = lambda: True, Runtime
+pieces = Slabs(pin=True).make([(1 << 20, torch.float32)])
+address = pieces[0].data_ptr()
+def is_mapped():
+    spans = [line.split()[0].split("-") for line in open("/proc/self/maps")]
+    return any(int(low, 16) <= address < int(high, 16) for low, high in spans)
+assert is_mapped()
+child = os.fork()
+if child == 0:
+    found = is_mapped()
+    # Whatever is there by now is the child's own.
+    del pieces
+    gc.collect()
+    os._exit(10 + found + 2 * len(Runtime.calls[1:]))
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status), Runtime.calls)
+del pieces
+print(Runtime.calls, is_mapped())
+kept = Slabs(pin=True).make([(8, torch.float32)])
+sys.stdout.flush()
+"""
+
+
+def test_a_forked_child_has_no_pinned_pages_and_unregisters_none() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["10 ['register']", "['register', 'unregister'] False"]
+    # Nor is anything said at the interpreter's end, with a slab that is still registered.
+    assert done.stderr == ""
