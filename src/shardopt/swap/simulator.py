@@ -296,8 +296,7 @@ class SimBackend:
                 # Meta tensors have no memory, and no races.
                 if start:
                     self._kept.append(tensor)
-                    end = start + tensor.numel() * tensor.element_size()
-                    self.races += self._bytes.touch(start, end, access, now)
+                    self.races += self._bytes.touch(start, start + _reach(tensor), access, now)
 
     def _idle(self) -> None:
         """The device works while the host goes on."""
@@ -333,6 +332,12 @@ class SimBackend:
 
 def _blocked(operation: _Operation) -> bool:
     return operation.waits_for is not None and not operation.waits_for.is_done
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes from the first element to behind the last one; gaps between rows count as touched."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def _join(clock: dict[str, int], other: dict[str, int]) -> None:

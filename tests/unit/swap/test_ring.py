@@ -31,8 +31,8 @@ LIFE = tuple(
         [
             (ALL, ""),
             (SOME, "save"),
-            (ALL, "load"),
-            (FIRST, "group"),
+            (FIRST, "load"),
+            (ALL, "group"),
             *((one, "") for one in (ALL, SOME, FIRST, ALL, ALL)),
         ]
     )
@@ -69,6 +69,7 @@ def test_a_thousand_interleavings_give_the_numbers_of_none_and_no_race() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(10))
 def test_ten_thousand_interleavings_give_the_numbers_of_none_and_no_race(part: int) -> None:
     runs = interleaved(1000 + 100 * part, 100, seeds=10)
@@ -111,6 +112,7 @@ def needs_all(life: Scenario, kind: str, count: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @by_ring
 def test_every_wait_is_needed(life: Scenario) -> None:
     backend = SimBackend(eagerness=0.0)

@@ -373,6 +373,16 @@ def test_races_are_those_that_are_found_byte_by_byte(touches: list[tuple[str, in
         assert found == expected
 
 
+def test_memory_with_gaps_is_touched_to_its_end() -> None:
+    backend, whole = SimBackend(eagerness=0.0), torch.zeros(4, 10)
+    backend.launch(Work("columns", [], [whole[:, 2:5]], lambda: None), COMPUTE)
+    backend.launch(Work("none", [], [whole[:0, 2:5]], lambda: None), DOWNLOAD)
+    backend.launch(Work("past the end", [], [whole.view(-1)[35:]], lambda: None), UPLOAD)
+    assert backend.races == []
+    backend.launch(Work("last element", [whole[3, 4]], [], lambda: None), UPLOAD)
+    assert [race.first.name for race in backend.races] == ["columns"]
+
+
 def test_memory_of_a_size_alone_has_no_races() -> None:
     backend = SimBackend()
     target: Tensor = torch.zeros(4, device="meta")
