@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardopt.swap.device_rows import ALIGNED_ELEMENTS, Kind
+from shardopt.swap.host_kernel import adamw_rows
 from shardopt.swap.kernel_rows import ROW, DtypeCode, MasterKind, Table
 from tests.support.host_rows import Buffers, rows_of
 
@@ -119,6 +120,16 @@ def chunk_of(
     for name in names:
         bare[name] = 0
     return Chunk(tensors=tensors, places=places, rows=bare, like=buffers[0]).with_rows(buffers)
+
+
+def stepped_on_host(chunk: Chunk, hypers: Table, *, seed: int = 3, grad_scale: float = 1.0) -> Chunk:
+    """The chunk after the host kernel has stepped its rows."""
+    buffers = chunk.read()
+    rows = rows_of(buffers)
+    for name in ("hyper", "stream", "index_start", "index_run", "index_stride"):
+        rows[name] = chunk.rows[name]
+    adamw_rows(rows, hypers, seed=seed, grad_scale=grad_scale)
+    return chunk.with_rows(buffers)
 
 
 def assert_same_chunk(got: Chunk, expected: Chunk) -> None:

@@ -24,6 +24,10 @@ import torch
 from numpy.typing import NDArray
 
 from shardopt.swap.device_rows import (
+    BLOCK,
+    DEVICE_HYPER,
+    ROW_FIELDS,
+    DeviceTable,
     Kind,
     as_int64,
     device_blocks,
@@ -45,13 +49,23 @@ _MASTERS = {MasterKind.NONE: None, MasterKind.FP32: torch.float32, MasterKind.RE
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One launch; what it changes besides ``chunk`` comes back as errors."""
+    """One launch.
+
+    Attributes:
+        chunk: what it steps; whatever else it changes is an error.
+        hypers: what the rows point to.
+        seed: of random bits.
+        grad_scale: factor of all gradients.
+        skip: what the launch reads as such.
+        blocks_before: how many blocks before its memory each row is said to begin, of which none is launched.
+    """
 
     chunk: Chunk
     hypers: Table
     seed: int = 3
     grad_scale: float = 1.0
     skip: float = 0.0
+    blocks_before: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +79,7 @@ class Compiled:
 
 
 class Worker:
-    """A process that runs one function over what it is sent."""
+    """A process that runs one function over what it is sent; made when it has imported what that needs."""
 
     def __init__(self, serve: Callable[..., None], *args: object) -> None:
         context = multiprocessing.get_context("spawn")
@@ -73,10 +87,14 @@ class Worker:
         self._process = context.Process(target=serve, args=(there, *args), daemon=True)
         self._process.start()
         there.close()
+        self._receive()
 
     def ask(self, request: object) -> Any:
         """The function's result; whatever it raised, with its stack, as an AssertionError."""
         self._here.send(request)
+        return self._receive()
+
+    def _receive(self) -> Any:
         try:
             done, result = self._here.recv()
         except EOFError:
@@ -114,6 +132,7 @@ def compiler(cache: Path) -> Iterator[Callable[[tuple[Kind, int]], Compiled]]:
 
 
 def _serve(connection: Connection, work: Callable[[Any], object]) -> None:
+    connection.send((True, "ready"))
     with contextlib.suppress(EOFError):
         while True:
             request = connection.recv()
@@ -145,6 +164,7 @@ def _step(step: Step) -> tuple[Chunk, Kind]:
     rows, offset = chunk.tables({name: tensor.data_ptr() for name, tensor in tensors.items()})
     made = device_rows(rows, offset=offset, hypers=step.hypers, seed=step.seed)
     blocks = device_blocks(rows["numel"])
+    _begin_before(made, blocks, step)
     kind = chunk.kind(aligned=is_aligned(made))
     scalars = device_scalars(step.grad_scale)
     scalars[1] = step.skip
@@ -160,6 +180,17 @@ def _step(step: Step) -> tuple[Chunk, Kind]:
     changed = [name for name, table in tables.items() if not np.array_equal(sent[name].numpy(), table, equal_nan=True)]
     assert not changed, f"the launch wrote to its tables: {changed}"
     return replace(chunk, tensors={name: bits_of(tensor) for name, tensor in tensors.items()}), kind
+
+
+def _begin_before(made: DeviceTable, blocks: NDArray[np.int32], step: Step) -> None:
+    elements = step.blocks_before * BLOCK
+    for name in ("param", "grad", "out"):
+        if name in step.chunk.tensors:
+            made[name] -= elements * step.chunk.tensors[name].itemsize
+    made["offset"] -= elements
+    made["index_start"] -= elements
+    made["numel"] += elements
+    blocks[:, 1] += step.blocks_before
 
 
 def _signed(bits: NDArray[np.unsignedinteger]) -> type[np.signedinteger]:
@@ -213,9 +244,9 @@ def _launch(kind: Kind) -> None:
     moment, master = _MOMENTS[kind.moment_dtype], _MASTERS[kind.master_kind]
     launch_adamw(
         kind,
-        rows=torch.zeros(1, 11, dtype=torch.int64),
+        rows=torch.zeros(1, len(ROW_FIELDS), dtype=torch.int64),
         blocks=torch.zeros(1, 2, dtype=torch.int32),
-        hypers=torch.zeros(1, 8),
+        hypers=torch.zeros(1, len(DEVICE_HYPER)),
         scalars=torch.zeros(2),
         exp_avg=empty(dtype=moment),
         exp_avg_sq=empty(dtype=moment),

@@ -17,6 +17,7 @@ from shardopt.swap.kernel_rows import DtypeCode, MasterKind
 
 __all__ = ["launch_adamw", "require_triton"]
 
+_WARP_THREADS = 32
 _BODY = "shardopt.swap.triton_body"
 _DTYPES = {DtypeCode.FP32: torch.float32, DtypeCode.BF16: torch.bfloat16}
 _MASTERS = {MasterKind.FP32: torch.float32, MasterKind.REMAINDER16: torch.int16}
@@ -103,11 +104,16 @@ def _options(kind: Kind) -> dict[str, bool | int]:
     """How the kernel is compiled.
 
     A thread has as many consecutive elements as fill 128 bits of the widest stream, so that all streams of a kind have
-    one layout: four where something is fp32, and eight where everything is of 16 bits.
+    one layout: four where something is fp32, and eight where everything is of 16 bits. It may have as many registers as
+    leave room for 4,096 elements on a multiprocessor; left alone, ptxas makes room for more and spills in some kinds.
     """
     dtypes = (kind.param_dtype, kind.grad_dtype, kind.moment_dtype)
     narrow = DtypeCode.FP32 not in dtypes and kind.master_kind != MasterKind.FP32
-    return {"num_warps": BLOCK // 32 // (8 if narrow else 4), "enable_fp_fusion": False}
+    return {
+        "num_warps": BLOCK // _WARP_THREADS // (8 if narrow else 4),
+        "maxnreg": 128 if narrow else 64,
+        "enable_fp_fusion": False,
+    }
 
 
 def _body() -> Any:
