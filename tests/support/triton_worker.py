@@ -70,12 +70,21 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What a launch of one kind is compiled to."""
+    """What a launch of one kind is compiled to.
+
+    Attributes:
+        ptx: for ptxas.
+        cubin: machine code.
+        num_warps: of a program.
+        enable_fp_fusion: whether the compilers may make fused multiply-adds of their own.
+        assumed: what is taken for granted about the arguments; other arguments would be another compilation.
+    """
 
     ptx: str
     cubin: bytes
     num_warps: int
     enable_fp_fusion: bool
+    assumed: dict[object, object]
 
 
 class Worker:
@@ -233,6 +242,7 @@ def _compile(connection: Connection, cache: Path) -> None:
             cubin=kernel.asm["cubin"],
             num_warps=options.num_warps,
             enable_fp_fusion=options.enable_fp_fusion,
+            assumed={place: what for place, what in kernel.src.attrs.items() if what},
         )
 
     _serve(connection, work)

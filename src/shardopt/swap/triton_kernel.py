@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.swap.device_rows import BLOCK, DEVICE_HYPER, ROW_FIELDS, Kind
+from shardopt.swap.device_rows import ALIGNED_BYTES, BLOCK, DEVICE_HYPER, ROW_FIELDS, Kind
 from shardopt.swap.kernel_rows import DtypeCode, MasterKind
 
 __all__ = ["launch_adamw", "require_triton"]
 
 _WARP_THREADS = 32
 _BODY = "shardopt.swap.triton_body"
+_SLOT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 _DTYPES = {DtypeCode.FP32: torch.float32, DtypeCode.BF16: torch.bfloat16}
 _MASTERS = {MasterKind.FP32: torch.float32, MasterKind.REMAINDER16: torch.int16}
 
@@ -145,6 +146,12 @@ def _refuse(kind: Kind, given: dict[str, Tensor | None], slot: Tensor, num_block
         for name, (dtype, shape) in asked.items()
         if (problem := _problem(name, given[name], dtype, shape, slot.device)) is not None
     ]
+    if kind.aligned:
+        problems += [
+            f"{name} is at address {tensor.data_ptr()}; for an aligned kind it must be a multiple of {ALIGNED_BYTES}"
+            for name in _SLOT
+            if (tensor := given[name]) is not None and tensor.data_ptr() % ALIGNED_BYTES
+        ]
     blocks = given["blocks"]
     if blocks is not None and not 0 <= num_blocks <= len(blocks):
         problems.append(f"num_blocks is {num_blocks}; it must be 0 to {len(blocks)}, the length of blocks")
