@@ -96,9 +96,11 @@ class Codec(ABC):
 
     Attributes:
         name: of the quantisation, in checkpoints; state is exchanged between codecs of one name only.
+        unsaved: items of ``optimizer.state[param]`` that are no state; no checkpoint has them, and no load sets them.
     """
 
     name: ClassVar[str]
+    unsaved: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def entries(self, subject: Subject) -> tuple[str, ...]:
@@ -157,6 +159,7 @@ _REGISTERED: dict[str, Codec] = {}
 # By the module that its classes are in, the module that knows them. Neither is imported before it is needed.
 _KNOWN: dict[str, str] = {
     "bitsandbytes.optim": "shardopt.layouts.adapters.bitsandbytes",
+    "gefen.gefen": "shardopt.layouts.adapters.gefen",
     "torchao.optim": "shardopt.layouts.adapters.torchao",
 }
 

@@ -168,8 +168,10 @@ def assemble(inventory: Inventory, described: Described, merged: Merged) -> Expo
     for tracked in inventory.tracked:
         if tracked.fqn in merged.sharded:
             told = merged.sharded[tracked.fqn]
-            mine = parameters[tracked.fqn]
-            entries = {**mine.entries, **{name: told.entries[name] for name in described.quantised[tracked.fqn].values}}
+            mine, part = parameters[tracked.fqn], described.quantised[tracked.fqn]
+            # What others say of values too, where this rank's shard has no elements: rules keep none, or do not count.
+            names = told.entries if part.says_nothing else part.values
+            entries = {**mine.entries, **{name: told.entries[name] for name in names}}
             parameters[tracked.fqn] = replace(mine, entries=entries, blob=told.blob or mine.blob)
         if tracked.keeping is Keeping.ELSEWHERE:
             _put_elsewhere(tracked, inventory, parameters[tracked.fqn], handles)

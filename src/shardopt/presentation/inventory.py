@@ -15,6 +15,7 @@ from shardopt.layouts.attributes import changed, held_in
 from shardopt.layouts.catalog import spec_of, whole_spec_of
 from shardopt.layouts.codec import Blocks, Codec, Subject, codec_of
 from shardopt.layouts.declared import ATTRIBUTE, CONSTANT, ELEMENTWISE, MASTER, RANK_LOCAL, SAME, SAVED
+from shardopt.layouts.learnt import LearntCodec
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.choice import Choice
 from shardopt.presentation.identity import Identity
@@ -232,7 +233,7 @@ class Inventory:
         state, codec = self.state_of(tracked) or {}, self.codec_of(tracked)
         if codec is None:
             return state
-        parts = {part for name in self.quantised_entries(tracked) for part in codec.parts(name)}
+        parts = {part for name in self.quantised_entries(tracked) for part in codec.parts(name)} | {*codec.unsaved}
         return {name: value for name, value in state.items() if name not in parts}
 
     def plain_state(self, tracked: Tracked) -> dict[str, Any]:
@@ -242,6 +243,11 @@ class Inventory:
             for name, value in self.quantised(tracked).items()
         }
         return {**self.unquantised(tracked), **apart}
+
+    def keeps_nothing(self, tracked: Tracked) -> bool:
+        """Whether the optimizer makes no state of this rank's part of the parameter, which has no elements."""
+        box = tracked.state_box
+        return box is not None and not box.volume and isinstance(self.codec_of(tracked), LearntCodec)
 
     def known_entries(self, tracked: Tracked, group: dict[str, Any]) -> tuple[str, ...] | None:
         """Element-wise entries the class keeps under the group's options; None when the class is unknown."""

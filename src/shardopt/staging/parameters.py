@@ -61,7 +61,7 @@ def plan_parameter(
             f"fresh=[{tracked.fqn!r}] starts it anew."
         )
         return plan
-    if tracked.keeping is Keeping.ELSEWHERE:
+    if tracked.keeping is Keeping.ELSEWHERE or inventory.keeps_nothing(tracked):
         return plan
     if isinstance(saved.entries.get(""), PerRankEntry):
         plan_own(plan, tracked, inventory, source, report)
