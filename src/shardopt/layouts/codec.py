@@ -96,11 +96,9 @@ class Codec(ABC):
 
     Attributes:
         name: of the quantisation, in checkpoints; state is exchanged between codecs of one name only.
-        unsaved: items of ``optimizer.state[param]`` that are no state; no checkpoint has them, and no load sets them.
     """
 
     name: ClassVar[str]
-    unsaved: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def entries(self, subject: Subject) -> tuple[str, ...]:
@@ -144,6 +142,10 @@ class Codec(ABC):
     def constants(self, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
         """Attributes of the optimizer that hold tensors which are no state."""
         return ()
+
+    def is_scratch(self, item: str) -> bool:
+        """Whether an item of ``optimizer.state[param]``, or of a group, is no state: neither saved nor loaded."""
+        return False
 
     def attributes(self, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
         """Attributes of the optimizer that are part of its state, the same on every rank."""

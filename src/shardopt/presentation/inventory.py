@@ -76,6 +76,10 @@ class Part:
         """Entries that are the same on every rank: declared, or seen in a probe."""
         return {*(name for name, layout in self.layouts.items() if layout == SAME), *self.choice.common}
 
+    def is_scratch(self, key: str) -> bool:
+        """Whether an item of a group is none of its values."""
+        return self.codec is not None and self.codec.is_scratch(key)
+
     def side_storage(self, saved: Container[int]) -> list[str]:
         """What is kept where no state dict has it, a sentence each; ``saved`` are ids of parameters."""
         tables = () if self.codec is None else self.codec.constants(self.inner)
@@ -233,8 +237,8 @@ class Inventory:
         state, codec = self.state_of(tracked) or {}, self.codec_of(tracked)
         if codec is None:
             return state
-        parts = {part for name in self.quantised_entries(tracked) for part in codec.parts(name)} | {*codec.unsaved}
-        return {name: value for name, value in state.items() if name not in parts}
+        parts = {part for name in self.quantised_entries(tracked) for part in codec.parts(name)}
+        return {name: value for name, value in state.items() if name not in parts and not codec.is_scratch(name)}
 
     def plain_state(self, tracked: Tracked) -> dict[str, Any]:
         """The parameter's live state as plain tensors and values, quantised entries as their codes and scales."""

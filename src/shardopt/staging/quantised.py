@@ -64,6 +64,8 @@ def plan_quantised(
     memory = set(chain.from_iterable(map(memory_of, (inventory.state_of(tracked) or {}).values())))
     arrivals = Arrivals(plan, tracked, source, report)
     planning = _Planning(plan, tracked, before, subject, codec, source, report, memory, arrivals)
+    if there:
+        plan.keep += [item for item in inventory.state_of(tracked) or {} if codec.is_scratch(item)]
     for name in names:
         label = f"{tracked.fqn}: state {name!r}"
         try:
@@ -74,7 +76,6 @@ def plan_quantised(
             else:
                 continue
             planning.place(name, value, live.get(name))
-            plan.keep += [item for item in codec.unsaved if item not in plan.keep]
             report.restored.append(state_key(tracked.fqn, name))
         except (Problem, FormatError, PlacementError) as problem:
             report.problems.append(str(problem) if str(problem).startswith(label) else f"{label}: {problem}")

@@ -24,8 +24,6 @@ _SHORTEST = 8
 
 class _Gefen(LearntCodec):
     name = "gefen-x-blockwise"
-    # Names that it gives, for messages, and memory that its step writes before it reads it.
-    unsaved = ("name", "stepsize", "_h_buf")
 
     def entries(self, subject: Subject) -> tuple[str, ...]:
         # Of matrices it keeps sums of rows and columns, which are no blocks.
@@ -132,6 +130,10 @@ class _Gefen(LearntCodec):
             "_param_names",
             "_synthesized_param_names",
         )
+
+    def is_scratch(self, item: str) -> bool:
+        # Names that it gives, memory that its step writes before it reads it, and keys for torch's own state dicts.
+        return item in ("name", "param_names_synthesized", "stepsize", "_h_buf") or item.startswith("_gefen_")
 
     def attributes(self, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
         return ("_gefen_global_step",)
