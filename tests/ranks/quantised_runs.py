@@ -97,6 +97,10 @@ def make(kind: str, params: Iterable[Tensor]) -> torch.optim.Optimizer:
             import bitsandbytes
 
             return getattr(bitsandbytes.optim, kind[4:])(params, lr=1e-2)
+        if kind.startswith("gefen"):
+            from gefen import Gefen
+
+            return Gefen(params, lr=1e-2, fused=False, factored_v_2d=kind == "gefen-factored")
         import torchao.optim
 
     # Its kernel is compiled for each shape, for 10 s and more; what it computes is tried here, not how it is compiled.
@@ -211,7 +215,9 @@ def kept(box: Box, value: Blocks | Tensor) -> Kept:
         values = value.detach().clone().reshape(box.size).numpy()
         return Kept(box, None, values, values, np.zeros_like(values))
     form, raw = value.form, value.codes
-    assert raw is not None
+    if raw is None:
+        values = values_of(box, None, [Piece(box, Stored(form, box, value.scales))]).numpy()
+        return Kept(box, None, value.scales.clone().reshape(-1).numpy(), values, np.zeros_like(values))
     flat = raw.reshape(-1)
     apart = torch.stack((flat >> 4, flat & 15), -1) if form.per_byte == 2 else flat
     stored = Stored(form, box, value.scales)

@@ -243,9 +243,11 @@ def _plan_groups(
         SavedGroup(group.members, {key: decode(value) for key, value in group.values.items()})
         for group in manifest.groups
     ]
-    return plan_groups(
-        list(zip(inventory.groups(), members, strict=True)), saved, report, hyperparameters=options.hyperparameters
-    )
+    scratch = {
+        key for part in inventory.parts for group in part.inner.param_groups for key in filter(part.is_scratch, group)
+    }
+    live = list(zip(inventory.groups(), members, strict=True))
+    return plan_groups(live, saved, report, hyperparameters=options.hyperparameters, scratch=scratch)
 
 
 def _open_manifest(state_dict: Mapping[str, Any], report: Report) -> tuple[Manifest, bytes, bool] | None:
