@@ -152,8 +152,10 @@ class Seen:
 class Run:
     """One model on one layout, or unsharded, with one optimizer."""
 
+    net: type[nn.Module] = Net
+
     def __init__(self, layout: str | None, kind: str, compute: str) -> None:
-        self.model = Net()
+        self.model: nn.Module = self.net()
         if layout is not None:
             LAYOUTS[layout][1](self.model)
         self.params = dict(self.model.named_parameters())
@@ -270,20 +272,20 @@ def resume_job(
     return loaded, run.seen()
 
 
-def whole(seen: list[Seen]) -> dict[str, Array]:
+def whole(seen: list[Seen], net: type[nn.Module] = Net) -> dict[str, Array]:
     """The weights, put together."""
     result: dict[str, Array] = {}
     for one in seen:
         for name, (box, part) in one.weights.items():
-            shape = tuple(Net().get_parameter(name).shape)
+            shape = tuple(net().get_parameter(name).shape)
             target = result.setdefault(name, np.zeros(shape, dtype=np.float32))
             target[tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))] = part
     return result
 
 
-def meant(seen: list[Seen], key: str, *, steps: bool = False) -> Array:
+def meant(seen: list[Seen], key: str, *, steps: bool = False, net: type[nn.Module] = Net) -> Array:
     """What an entry means, put together from all ranks; or how far apart two codes are there."""
-    shape = tuple(Net().get_parameter(key.partition("/")[0]).shape)
+    shape = tuple(net().get_parameter(key.partition("/")[0]).shape)
     result = np.full(shape, np.nan, dtype=np.float32)
     for one in seen:
         if key in one.state:

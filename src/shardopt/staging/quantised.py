@@ -290,7 +290,9 @@ class _Planning:
         scales = values_of(box, None, pieces).view(-1, wanted.block)
         if not bool((scales == scales[:, :1]).all()):
             return None
-        return Blocks(wanted, None if codes is None else codes.clone(), scales[:, 0].clone())
+        return Blocks(
+            wanted, None if codes is None else codes.clone(), scales[:, 0].clone(memory_format=torch.contiguous_format)
+        )
 
     def _as_it_was(
         self, source: Stored | Tensor, codes: Arrived | None, wanted: Form | torch.dtype
