@@ -151,6 +151,10 @@ class Codec(ABC):
         """Attributes of the optimizer that are part of its state, the same on every rank."""
         return ()
 
+    def quantises(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it quantises anything, were its parameters larger; where it does not, ``form`` gives dtypes."""
+        return True
+
     def is_elementwise(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a shard's update needs only the shard, its blocks apart."""
         return True

@@ -99,6 +99,8 @@ def _quantised(inner: torch.optim.Optimizer, codec: Codec, label: str, compute: 
     refuse_remembered(inner, codec.constants(inner))
     if isinstance(codec, LearntCodec):
         return _learnt(inner, codec, label, compute)
+    if not codec.quantises(inner) and codec.is_elementwise(inner) and compute in ("auto", "local", "owner"):
+        return _known_elementwise(label, compute)
     if compute in ("auto", "owner"):
         how = "" if compute == "auto" else "asked for; "
         return Choice(

@@ -27,7 +27,7 @@ def said_of_quantised(inventory: Inventory, part: Part) -> list[str]:
     own = [item for item in inventory.tracked if item.optimizer == index and isinstance(item.param, DTensor)]
     if isinstance(codec, LearntCodec):
         return [_said_of_learnt(part, own)]
-    if not codec.is_elementwise(part.inner):
+    if not (codec.is_elementwise(part.inner) and codec.quantises(part.inner)):
         return []
     apart = [item.fqn for item in own if item.local.numel() and not _is_alike(inventory, codec, item)]
     named = ", ".join(apart[:_MOST_NAMED]) + f" and {len(apart) - _MOST_NAMED} more" * (len(apart) > _MOST_NAMED)

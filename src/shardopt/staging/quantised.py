@@ -201,7 +201,9 @@ class _Planning:
         if isinstance(wanted, Form):
             self.report.requantise(self.tracked.fqn, name, why)
             return self._quantised(label, values, wanted)
-        self.report.notes.append(f"{label} was saved otherwise, and is kept as {dtype_name(wanted)} here.")
+        saved = self.source.record(self.tracked).entries[name]
+        was = saved.dtype if isinstance(saved, ElementwiseEntry) else "codes and scales"
+        self.report.convert(self.tracked.fqn, name, f"was saved as {was}, and is kept as {dtype_name(wanted)} here")
         return values.to(wanted)
 
     def _quantised(self, label: str, values: Tensor, form: Form) -> Blocks:
