@@ -84,6 +84,10 @@ def check_moved(before: list[Learnt], loaded: list[Learnt]) -> None:
         if key.endswith("/m_codebook"):
             assert (np.abs(now - was) <= meaning(loaded, key, steps=True) * (1 + 1e-5)).all(), key
         for one in loaded:
+            kept = one.seen.state.get(key)
+            if kept is not None and kept.values.size >= 8 and not key.startswith("few/"):
+                # Under 8 elements a scale is as large as what it scales.
+                assert kept.values.size // kept.scales.size >= 8, key
             if key in one.exact and key.endswith("/vmean") and one.exact[key][1].size:
                 values, kept = one.exact[key][1].reshape(-1), one.seen.state[key]
                 blocks = values.reshape(len(kept.scales), -1).astype(np.float64)
@@ -107,7 +111,7 @@ def test_the_same_ranks_get_their_bits_back(
 ) -> None:
     middle, end = trained(ranks, layout, kind, compute, tmp_path)
     loaded, resumed_end = resumed(ranks, layout, kind, compute, tmp_path, whole(middle), by_path=by_path)
-    assert not any(one.exact for one in loaded)
+    assert not any(one.exact or "note:" in one.said for one in loaded)
     assert differing(middle, loaded, weights=False) == []
     assert differing(end, resumed_end) == []
     if compute == "local":

@@ -231,9 +231,7 @@ def _own_segments(entry: BlockwiseEntry, value: Blocks | Tensor | None, box: Box
         return []
     at = next(one.at for one in entry.segments if (one.offset, one.size) == (box.offset, box.size))
     data = value if isinstance(value, Tensor) else value.scales
-    flat = data.detach().contiguous().view(-1)
-    # One element is in one piece whatever its stride, and has no bytes then.
-    return [(at, flat.as_strided(flat.shape, (1,), flat.storage_offset()).view(torch.uint8))]
+    return [(at, data.detach().contiguous().view(-1).view(torch.uint8))]
 
 
 def saved_form(entry: BlockwiseEntry, block: int, table: str | None, tables: Json, path: str) -> Form:

@@ -68,8 +68,7 @@ class _Gefen(LearntCodec):
         return Blocks(form, gefen_nearest_codebook_indices(form.table.to(flat.device), normed), scales)
 
     def write(self, subject: Subject, entry: str, value: Blocks | Tensor) -> Mapping[str, Any]:
-        if isinstance(value, Tensor):
-            raise PlacementError(f"state {entry!r} is always quantised, and numbers were loaded for it.")
+        assert isinstance(value, Blocks)  # no form is a dtype
         if value.codes is None:
             return {entry: value.scales.view(-1, 1)}
         block = value.form.block
