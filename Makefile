@@ -33,6 +33,7 @@ lint: .venv/.installed
 	@.venv/bin/ruff format --check --quiet
 	@.venv/bin/pyrefly check --summary=none
 	@.venv/bin/lint-imports --no-logo --no-cache
+	@.venv/bin/python scripts/known_faults.py
 	@.venv/bin/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp
 
 format: .venv/.installed
