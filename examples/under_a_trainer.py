@@ -1,7 +1,7 @@
 """The wrapper inside of other people's training loops: save on N ranks, resume on M.
 
-    torchrun --standalone --nproc-per-node=2 examples/under_a_trainer.py accelerate --ranks 2 --checkpoint out/c
-    torchrun --standalone --nproc-per-node=4 examples/under_a_trainer.py accelerate --ranks 4 --checkpoint out/c --resume
+    torchrun --standalone --nproc-per-node=2 examples/under_a_trainer.py fabric --ranks 2 --checkpoint out/c
+    torchrun --standalone --nproc-per-node=4 examples/under_a_trainer.py fabric --ranks 4 --checkpoint out/c --resume
 
 ``accelerate`` is Hugging Face's, with its FSDP2 plugin; ``fabric`` is Lightning Fabric with its ModelParallelStrategy;
 ``titan`` is a loop as torchtitan's, with several model parts and their optimizers in one container. Lines that differ
@@ -45,12 +45,15 @@ def batch_of(step: int) -> Tensor:
 
 def under_accelerate(options: Options) -> Iterator[tuple[int, Tensor, Any]]:
     """Hugging Face accelerate: it shards, accumulates and clips; the wrapper goes inside of its own."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100, cpu_ram_efficient_loading=False
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    # On CPUs accelerate ignores the plugin, without a word, and replicates. On GPUs leave out these lines and cpu=True.
+    accelerator.state._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
     model = build()
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = accelerator.prepare(model, inner)
@@ -139,11 +142,16 @@ def steps(options: Options, state: dict[str, Any]) -> range:
 
 
 def numbers(state: dict[str, Any]) -> dict[str, list[float]]:
-    """Collective. All weights and moments, whole."""
+    """Collective. All weights and moments, whole.
+
+    Raises:
+        TypeError: a trainer has not sharded the model.
+    """
     optimizer = next(value for value in state.values() if isinstance(value, shardopt.ShardedStateOptimizer))
     found = {**state["model"].state_dict(), **optimizer.sharded_state()}
-    whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in found.items()}
-    return {key: value.detach().flatten().tolist() for key, value in whole.items()}
+    if not all(isinstance(value, DTensor) for value in found.values()):
+        raise TypeError(f"not sharded: {[key for key, value in found.items() if not isinstance(value, DTensor)]}")
+    return {key: value.full_tensor().detach().flatten().tolist() for key, value in found.items()}
 
 
 def main() -> None:
