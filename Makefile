@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt scripts/make_venv.sh $(wildcard cs
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q
 export PYTHON
 
-.PHONY: help demo test test-all lint format compat cross bench clean
+.PHONY: help demo test test-all lint format docs compat cross bench clean
 
 help:
 	@echo "make demo      train on 2 ranks, save, resume on 2, 4 and 1; prints a table, writes demo/loss.png"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-all  these, and the tests that wait for lost ranks or repeat much (minutes more)"
 	@echo "make lint      linters and type checker alone"
 	@echo "make format    let ruff and clang-format rewrite the sources"
+	@echo "make docs      the documentation's site, in build/site; fails on broken links and missing docstrings"
 	@echo "make compat    the tests on another torch, TORCH=$(TORCH)"
 	@echo "make cross     state written by torch $(DEV_TORCH) and by TORCH=$(TORCH), read by the other"
 	@echo "make bench     benchmarks of steps, of their checks, of checkpoints, and of the host kernel"
@@ -33,12 +34,19 @@ lint: .venv/.installed
 	@.venv/bin/ruff format --check --quiet
 	@.venv/bin/pyrefly check --summary=none
 	@.venv/bin/lint-imports --no-logo --no-cache
+	@.venv/bin/python scripts/known_faults.py
+	@.venv/bin/python scripts/numbers_have_commands.py
+	@.venv/bin/python scripts/draw_pictures.py --check
 	@.venv/bin/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp
 
 format: .venv/.installed
 	@.venv/bin/ruff check --fix --quiet
 	@.venv/bin/ruff format --quiet
 	@.venv/bin/clang-format -i csrc/*.h csrc/*.cpp
+
+# The theme's advertisement is no warning of the build's.
+docs: .venv/.installed
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -f .ci/mkdocs.yml
 
 # Multi-rank tests own their worker processes, so they run in one pytest process.
 test: lint
