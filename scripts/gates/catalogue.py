@@ -20,7 +20,7 @@ __all__ = ["CATALOGUE", "ROOT", "Catalogue", "CatalogueError", "Figure", "Gate",
 ROOT = Path(__file__).resolve().parents[2]
 CATALOGUE = Path(__file__).resolve().parent / "gates.toml"
 _GATE = {"id", "claim", "threshold", "tests", "ranks", "command", "figure", "mutation", "waits"}
-_HARDWARE = {"id", "claim", "threshold", "jobs", "gpus"}
+_HARDWARE = {"id", "claim", "threshold", "jobs", "gpus", "waits"}
 
 
 class CatalogueError(Exception):
@@ -106,6 +106,7 @@ class HardwareGate:
         threshold: what has to be found, in words.
         jobs: names of functions of ``gpu_jobs``.
         gpus: numbers of GPUs it is run with.
+        waits: files of code that is on its way; such a gate has no jobs, and never passes.
     """
 
     id: str
@@ -113,6 +114,12 @@ class HardwareGate:
     threshold: str
     jobs: tuple[str, ...]
     gpus: tuple[int, ...]
+    waits: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides whether the gate passes."""
+        return hashlib.sha256(json.dumps([self.id, self.jobs, self.gpus]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +165,8 @@ def read(path: Path = CATALOGUE, root: Path = ROOT) -> Catalogue:
     problems += [f"{name}: is there {names.count(name)} times" for name in sorted(set(names)) if names.count(name) > 1]
     for gate in gates:
         problems += [f"{gate.id}: {problem}" for problem in _problems(gate, root)]
+    for gate in hardware:
+        problems += [f"{gate.id}: {problem}" for problem in _arrived(gate.waits, root)]
     if not gates:
         problems.append("there is no gate")
     if problems:
@@ -175,8 +184,8 @@ def _gate(entry: Mapping[str, Any], problems: list[str]) -> Gate:
 
 def _hardware(entry: Mapping[str, Any], problems: list[str]) -> HardwareGate:
     values = _known(entry, _HARDWARE, problems)
-    if not values.get("jobs") or not values.get("gpus"):
-        problems.append(f"{values.get('id')}: has no jobs, or no numbers of GPUs")
+    if bool(values.get("jobs")) == bool(values.get("waits")) or not values.get("gpus"):
+        problems.append(f"{values.get('id')}: needs numbers of GPUs, and jobs or something to wait for")
     return HardwareGate(**{"jobs": (), "gpus": (), **values})
 
 
@@ -191,9 +200,7 @@ def _known(entry: Mapping[str, Any], names: set[str], problems: list[str]) -> di
 
 def _problems(gate: Gate, root: Path) -> list[str]:
     if gate.waits:
-        found = [file for file in gate.waits if list(root.glob(file))]
-        problems = [f"{file} is there now: name its tests and a mutation, and drop waits" for file in found]
-        return problems + ["waits, but has tests or a command"] * bool(gate.tests or gate.command)
+        return _arrived(gate.waits, root) + ["waits, but has tests or a command"] * bool(gate.tests or gate.command)
     problems = [f"{file}: no such file" for file in gate.files if not (root / file).is_file()]
     if bool(gate.tests) == bool(gate.command):
         problems.append("needs tests or a command, and not both")
@@ -204,3 +211,8 @@ def _problems(gate: Gate, root: Path) -> list[str]:
     elif gate.mutation.old == gate.mutation.new:
         problems.append("its mutation changes nothing")
     return problems
+
+
+def _arrived(waits: Iterable[str], root: Path) -> list[str]:
+    found = [file for file in waits if list(root.glob(file))]
+    return [f"{file} is there now: name what to run of it (and a mutation), and drop waits" for file in found]
