@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=["run", "mutants", "page"])
     parser.add_argument("--only", default="", help="ids of gates, separated by commas")
     parser.add_argument("--allow-dirty", action="store_true", help="also test a tree that is no commit")
-    parser.add_argument("--gpus", type=int, default=0, help="run the gates of so many GPUs: 1, 2 or 4")
+    parser.add_argument("--gpus", type=int, help="run the gates of so many GPUs: 1, 2 or 4")
     options = parser.parse_args(arguments)
-    only = [name for name in options.only.split(",") if name]
+    only = [name.strip() for name in options.only.split(",") if name.strip()]
     try:
         catalogue = read()
         if options.what == "page":
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.what == "mutants":
             problems = break_gates(catalogue, only)
-        elif options.gpus:
+        elif options.gpus is not None:
             problems = release_on_gpus(catalogue, options.gpus, only, allow_dirty=options.allow_dirty)
         else:
             problems = release(catalogue, only, allow_dirty=options.allow_dirty)

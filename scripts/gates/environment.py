@@ -95,7 +95,17 @@ def _build(tree: Tree, folder: Path) -> Wheel:
     copy_files(tree.root, source)
     for old in out.glob("*"):
         old.unlink()
-    command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", "--wheel-dir", out, "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--wheel-dir",
+        out,
+        ".",
+    ]
     call(command, folder / "build.log", cwd=source, extra={"SOURCE_DATE_EPOCH": str(tree.commit_time)})
     built = sorted(out.glob("*.whl"))
     if len(built) != 1:

@@ -1,4 +1,4 @@
-"""What the gates of GPUs run, on every rank: the CPU gates' headlines again with meshes on CUDA, and what only GPUs show.
+"""What the gates of GPUs run, on every rank: the CPU gates' headlines with meshes on CUDA, and what only GPUs show.
 
     torchrun --standalone --nproc-per-node=N gpu_jobs.py --device cuda --out FILE JOB...
 

@@ -1,4 +1,4 @@
-"""``RELEASE_GATES.md``: its table is made from the catalogue and from evidence that the page names, and from nothing else."""
+"""``RELEASE_GATES.md``: its table is made from the catalogue and the evidence that it names, and from nothing else."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     SHARDOPT_GATE=request.json python -m pytest -p gate_recorder FILES
 
-``request.json`` has ``wanted`` (node ids; one without parameters stands for all of that test's) and ``record``, the file
-that gets a line of JSON for each event. A run that ends without a line ``finished`` did not end by itself.
+``request.json`` has ``wanted`` (node ids; one without parameters stands for all of that test's) and ``record``, the
+file that gets a line of JSON for each event. A run that ends without a line ``finished`` did not end by itself.
 """
 
 from __future__ import annotations

@@ -11,7 +11,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from scripts.gates.catalogue import ROOT, Catalogue, Gate
-from scripts.gates.environment import Environment, Wheel, build_twice, find_environment, make_environment, make_workplace
+from scripts.gates.environment import (
+    Environment,
+    Wheel,
+    build_twice,
+    find_environment,
+    make_environment,
+    make_workplace,
+)
 from scripts.gates.evidence import describe, evidence_path, write
 from scripts.gates.mutants import Noticed, noticed, summary
 from scripts.gates.running import Place, Results, run_gates
@@ -88,7 +95,9 @@ def release(catalogue: Catalogue, only: Sequence[str], *, allow_dirty: bool) -> 
     prepared.parts["all"] = sum(prepared.parts.values())
     after = look_at(ROOT)
     if (after.commit, after.changes) != (prepared.tree.commit, prepared.tree.changes):
-        raise GateError("the tree was changed while the gates ran: nobody can say what they have tested; run them again")
+        raise GateError(
+            "the tree was changed while the gates ran: nobody can say what they have tested; run them again"
+        )
     evidence = describe(
         prepared.tree, prepared.wheel, prepared.environment, gates, results, began=began, parts=prepared.parts
     )

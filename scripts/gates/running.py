@@ -106,7 +106,7 @@ def _run_tests(gates: Sequence[Gate], place: Place) -> tuple[list[Judged], list[
 
 
 def _run_command(gate: Gate, place: Place) -> Judged:
-    # A script's own folder comes first in sys.path, and the package's folder then: the copy under test wins over the installed one.
+    # PYTHONPATH comes before site-packages: a copy under test wins over what is installed.
     command = [str(place.environment.python), *gate.command]
     began = time.monotonic()
     log = place.results / f"{gate.id}.log"

@@ -16,7 +16,9 @@ from scripts.gates.recorder import matches
 __all__ = ["Judged", "Record", "judge", "judge_figures", "read_record"]
 
 _PHASES = ("setup", "call", "teardown")
-_BAR = re.compile(r"^(?P<name>\S.*?)  +(?P<value>-?[\d.]+)(?P<unit>\D*?)  +[<>]= \S+ *\S*  +(?:PASS|FAIL)$", re.MULTILINE)
+_BAR = re.compile(
+    r"^(?P<name>\S.*?)  +(?P<value>-?[\d.]+)(?P<unit>\D*?)  +[<>]= \S+ *\S*  +(?:PASS|FAIL)$", re.MULTILINE
+)
 
 
 @dataclass(frozen=True, kw_only=True)

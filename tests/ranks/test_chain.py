@@ -1,4 +1,4 @@
-"""One training run that changes its number of ranks again and again, by stock DCP alone, and ends as if it never had."""
+"""A training run that changes its number of ranks again and again, by stock DCP alone, and ends as if it never had."""
 
 from __future__ import annotations
 
