@@ -42,7 +42,7 @@ def as_rank_that_loses_bits(name: str, folder: str) -> str:
         gpu_jobs._whole = genuine
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", JOBS)
 def test_jobs_pass_on_the_cpu(ranks: RankPool, tmp_path: Path, name: str, world_size: int) -> None:
     assert ranks.run(world_size, as_rank, name, str(tmp_path), deadline_s=90.0) == ["ok"] * world_size
