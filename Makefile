@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt scripts/make_venv.sh $(wildcard cs
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q
 export PYTHON
 
-.PHONY: help demo test test-all lint format docs compat cross bench clean
+.PHONY: help demo test test-all lint format docs compat cross bench gate gate-mutants gate-page clean
 
 help:
 	@echo "make demo      train on 2 ranks, save, resume on 2, 4 and 1; prints a table, writes demo/loss.png"
@@ -21,6 +21,9 @@ help:
 	@echo "make compat    the tests on another torch, TORCH=$(TORCH)"
 	@echo "make cross     state written by torch $(DEV_TORCH) and by TORCH=$(TORCH), read by the other"
 	@echo "make bench     benchmarks of steps, of their checks, of checkpoints, and of the host kernel"
+	@echo "make gate      release gates from the installed wheel, 2 and 4 ranks; ONLY=R01,R02, GPUS=1|2|4, ALLOW_DIRTY=1"
+	@echo "make gate-mutants  breaks each gate's feature on purpose; every gate has to fail"
+	@echo "make gate-page writes RELEASE_GATES.md's table anew from the newest evidence"
 	@echo "make clean     remove environments and build folders"
 
 .venv/.installed: $(BUILD_INPUTS)
@@ -75,6 +78,18 @@ bench: .venv/.installed
 # State written by either torch is read by the other.
 cross: .venv/.installed $(COMPAT)/.installed
 	@scripts/cross_torch.sh .venv/bin/python $(COMPAT)/bin/python
+
+GATES = .venv/bin/python -m scripts.gates
+only = $(if $(ONLY),--only $(ONLY))
+
+gate: .venv/.installed
+	@$(GATES) run $(only) $(if $(GPUS),--gpus $(GPUS)) $(if $(filter 1,$(ALLOW_DIRTY)),--allow-dirty)
+
+gate-mutants: .venv/.installed
+	@$(GATES) mutants $(only)
+
+gate-page: .venv/.installed
+	@$(GATES) page
 
 clean:
 	rm -rf .venv .venv-torch-* build dist demo
