@@ -33,7 +33,7 @@ FAULTS: Mapping[str, tuple[str, ...]] = {
 """Operation -> where it is broken on one rank."""
 
 _KINDS = ("raises", "cannot be pickled", "no Exception", "interrupted")
-_KILLS = ("", "", "step", "save collect", "save write", "save finish")
+_KILLS = ("", "", "", "", "", "", "", "", "step", "save collect", "save write", "save finish")
 _SHAPES: tuple[tuple[int, ...], ...] = (
     (1, 3),
     (2,),
@@ -153,8 +153,8 @@ class Episode:
 
     @property
     def last_step(self) -> int:
-        """How many steps any leg takes at most."""
-        return max(leg.until + leg.overrun for leg in self.legs)
+        """How many steps any leg takes at most; one goes on beside a save in a thread."""
+        return max(leg.until + leg.overrun + (leg.save == "async") for leg in self.legs)
 
     def __str__(self) -> str:
         legs = " | ".join(
@@ -194,6 +194,7 @@ def _cells(source: random.Random, name: str) -> tuple[Cell, ...]:
     for index in range(1, source.randint(3, 8)):
         shape = source.choice(_LARGE if rule.hides_state and source.random() < 0.3 else _SHAPES)
         kind = source.choice(kinds)
+        kind = "trained" if kind == "late" and not rule.late else kind
         cuts = kind == "trained" and len(shape) == 2 and source.random() < 0.5
         tied = kind == "trained" and not cuts and source.random() < 0.2
         dim = source.randrange(2) if cuts else None

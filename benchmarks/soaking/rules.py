@@ -28,6 +28,7 @@ class Drawn:
         dtypes: of the parameters.
         rounds: whether a shard that is not a multiple of 64 elements may round otherwise when it is updated by itself.
         aligned: whether, where shards are updated by themselves, every one must be whole blocks of a quantised state.
+        late: whether a parameter may get its first gradient later than others.
         hides_state: whether what the state holds depends on how it is cut, so that only weights are compared.
     """
 
@@ -36,6 +37,7 @@ class Drawn:
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     rounds: bool = False
     aligned: bool = False
+    late: bool = True
     hides_state: bool = False
 
 
@@ -130,7 +132,12 @@ RULES: Mapping[str, Drawn] = {
         ),
         ("Adam", _Torch("Adam", {"weight_decay": 0.1, "foreach": True}), {"computes": _BY_SHARD}),
         ("SGD", _Torch("SGD", {"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.1}), {"computes": _BY_SHARD}),
-        ("SGD fused", _Torch("SGD", {"momentum": 0.9, "fused": True}), {"computes": _ANY, "rounds": True}),
+        # Torch's own fused SGD raises when some momenta are there and others are not.
+        (
+            "SGD fused",
+            _Torch("SGD", {"momentum": 0.9, "fused": True}),
+            {"computes": _ANY, "rounds": True, "late": False},
+        ),
         ("SGD plain", _Torch("SGD"), {"computes": _BY_SHARD}),
         ("Adagrad", _Torch("Adagrad", {"initial_accumulator_value": 0.5}), {"computes": _ANY}),
         ("RMSprop", _Torch("RMSprop", {"momentum": 0.9, "centered": True}), {"computes": _ANY}),
