@@ -187,7 +187,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--vote-ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], help="threads that vote")
     parser.add_argument("--votes", type=int, default=60, help="of each number of threads")
     parser.add_argument("--parameters", type=int, nargs="+", default=[50, 200], help="of the models measured")
-    parser.add_argument("--plan-ranks", type=int, nargs="+", default=[2, 8, 32], help="simulated ranks of a plan")
+    parser.add_argument("--plan-ranks", type=int, nargs="+", default=[16, 32, 64], help="simulated ranks of a plan")
     parser.add_argument("--exchanged", type=shape, nargs="+", default=[(64, 32), (32, 32), (128, 16), (16, 64)])
     parser.add_argument("--out", type=Path, default=LOCAL_RESULTS / "scale.jsonl", help="file that gets the results")
     return parser.parse_args()

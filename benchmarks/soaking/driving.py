@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.soaking.episode import Episode, Leg
-from benchmarks.soaking.leg import Told, last_words, run_leg, run_oracle
+from benchmarks.soaking.leg import Orders, Told, last_words, run_leg, run_oracle
 from benchmarks.soaking.rules import RULES
 from benchmarks.soaking.training import Held
 from tests.support.parcel import unpack
@@ -24,6 +24,8 @@ __all__ = ["Failure", "Ran", "run_episode"]
 
 # In units of the dtype's spacing at the largest element of a tensor; steps add up, and each pulls on its last rounding.
 _MOST_ROUNDING = 16.0
+# For a leg and for what its ranks have to say after one has failed, in seconds, as patience 1 has it.
+_DEADLINE_S = 60.0
 _GRACE_S = 40.0
 _MOST_SHOWN = 8
 _BY_SHARD = ("auto", "local", "dtensor")
@@ -156,20 +158,20 @@ class _Course:
     ran: Ran = field(default_factory=Ran)
 
 
-def run_episode(pool: RankPool, episode: Episode, *, deadline_s: float, sabotage: str = "") -> Ran:
+def run_episode(pool: RankPool, episode: Episode, *, patience: float = 1.0, sabotage: str = "") -> Ran:
     """Runs all of it.
 
     Args:
         pool: of 4 ranks or more.
         episode: which.
-        deadline_s: for each leg; who has not answered by then hangs.
+        patience: how many times longer than usual ranks wait for each other, and this for them: 1 where each has a core.
         sabotage: key of ``sabotage.SABOTAGE``, or empty.
 
     Raises:
         Failure: with the first thing that is not as it must be.
     """
     begun = time.monotonic()
-    (alone,) = pool.outcomes(1, run_oracle, episode, process_group=False, deadline_s=deadline_s)
+    (alone,) = pool.outcomes(1, run_oracle, episode, process_group=False, deadline_s=2 * patience * _DEADLINE_S)
     if alone.kind != "ok":
         raise Failure("soak", f"the unsharded run: {alone.kind}: {alone.error}\n{alone.traceback}{alone.stacks}")
     course = _Course(oracle={step: assembled([held]) for step, held in alone.value.items()})
@@ -178,7 +180,15 @@ def run_episode(pool: RankPool, episode: Episode, *, deadline_s: float, sabotage
         for number, leg in enumerate(episode.legs):
             over = leg.save == "over" and course.source
             target = course.source if over else str(root / f"leg {number}")
-            told = _run_leg(pool, episode, number, course.source, target, deadline_s, sabotage)
+            orders = Orders(
+                episode=episode,
+                number=number,
+                source=course.source,
+                target=target,
+                patience=patience,
+                sabotage=sabotage,
+            )
+            told = _run_leg(pool, orders, leg)
             _judge(episode, number, told, course)
             course.source = target
     finally:
@@ -187,23 +197,21 @@ def run_episode(pool: RankPool, episode: Episode, *, deadline_s: float, sabotage
     return course.ran
 
 
-def _run_leg(
-    pool: RankPool, episode: Episode, number: int, source: str, target: str, deadline_s: float, sabotage: str
-) -> list[Told]:
-    leg = episode.legs[number]
+def _run_leg(pool: RankPool, orders: Orders, leg: Leg) -> list[Told]:
     signals = [Signal(rank=leg.victim, signal=signal.SIGKILL, at="kill")] if leg.kill else []
     outcomes = pool.outcomes(
         leg.world_size,
         run_leg,
-        *(episode, number, source, target, sabotage),
-        deadline_s=deadline_s,
-        grace_s=_GRACE_S,
+        orders,
+        deadline_s=orders.patience * _DEADLINE_S,
+        grace_s=orders.patience * _GRACE_S,
         signals=signals,
     )
     wrong = [one for one in outcomes if one.kind != ("died" if leg.kill and one.rank == leg.victim else "ok")]
     if wrong:
-        raise _of_outcomes(number, wrong)
-    return [one.value if one.kind == "ok" else unpack(Path(last_words(target)).read_bytes()) for one in outcomes]
+        raise _of_outcomes(orders.number, wrong)
+    last = Path(last_words(orders.target))
+    return [one.value if one.kind == "ok" else unpack(last.read_bytes()) for one in outcomes]
 
 
 def _of_outcomes(number: int, wrong: Sequence[Outcome]) -> Failure:

@@ -27,16 +27,39 @@ from tests.support.parcel import pack
 from tests.support.ranks import reached
 from tests.support.snapshot import Snapshot, snapshot
 
-__all__ = ["Look", "Told", "last_words", "run_leg", "run_oracle"]
+__all__ = ["Orders", "Look", "Told", "last_words", "run_leg", "run_oracle"]
 
-LONG_S = 30.0  # no living rank comes near it
-SHORT_S = 4.0  # after which a rank that was killed is named
+# In seconds, on a machine that has a core for each rank. No living rank comes near the first; a rank that was killed is
+# named after the second.
+_LONG_S = 30.0
+_SHORT_S = 4.0
 _HALVES_EVERY = 4
 
 # Counters of the wrapper's own, which say that something was prepared; and of torch's schedulers: that step was called.
 _COUNTERS = ("attribute._changes", "attribute._prepared", "attribute._opt_called")
 # What torch's own load writes in place, before it comes to the optimizer.
 _WEIGHTS = ("parameter.*", "buffer.*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What a rank is told of a leg.
+
+    Attributes:
+        episode: it belongs to.
+        number: of the leg.
+        source: the checkpoint that it loads, or empty.
+        target: the directory that it saves to.
+        patience: how many times longer than usual ranks wait for each other.
+        sabotage: key of ``sabotage.SABOTAGE``, or empty.
+    """
+
+    episode: Episode
+    number: int
+    source: str
+    target: str
+    patience: float
+    sabotage: str
 
 
 @dataclass
@@ -93,15 +116,19 @@ def _nothing() -> None:
 class LegRun:
     """One rank's part of a leg. Collective throughout."""
 
-    def __init__(self, episode: Episode, leg: Leg, source: str, target: str) -> None:
+    def __init__(self, orders: Orders) -> None:
+        episode, leg = orders.episode, orders.episode.legs[orders.number]
         self.episode, self.leg = episode, leg
-        self.source, self.target = source, target
+        self.source, self.target = orders.source, orders.target
+        self.long_s, self.short_s = orders.patience * _LONG_S, orders.patience * _SHORT_S
         self.told = Told()
         # Before the first save the run has its first weights; later everything has to come from the checkpoint.
-        self.training = Training(episode, leg.layout, "elsewhere" if source else "start")
+        self.training = Training(episode, leg.layout, "elsewhere" if self.source else "start")
         self.model = self.training.model
         inner = self.training.optimizers()
-        self.optimizer = ShardedStateOptimizer(inner, self.model, compute=leg.compute, vote_timeout=LONG_S)
+        # To import a library takes one rank much longer than another.
+        dist.barrier()
+        self.optimizer = ShardedStateOptimizer(inner, self.model, compute=leg.compute, vote_timeout=self.long_s)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, _HALVES_EVERY, gamma=0.5)
         self.extra = Extra()
         self.rank = dist.get_rank()
@@ -123,7 +150,7 @@ class LegRun:
         self._train(self.extra.step + self.leg.overrun)
         self._look("after the save and further steps", trained=True)
         for fault in self.leg.of("save"):
-            self._fail(fault, broken_save(self, fault), lambda: shardopt.save(self.state, self.target, timeout_s=LONG_S))
+            self._fail(fault, broken_save(self, fault), lambda: shardopt.save(self.state, self.target, timeout_s=self.long_s))
         if self.leg.kill:
             self._die()
         return self.told
@@ -159,7 +186,7 @@ class LegRun:
             self._fail(
                 fault,
                 broken_load(self, fault),
-                lambda: shardopt.load(self.state, self.source, timeout_s=LONG_S),
+                lambda: shardopt.load(self.state, self.source, timeout_s=self.long_s),
                 half=fault.where == "commit",
             )
         for fault in self.leg.of("prepare"):
@@ -187,7 +214,7 @@ class LegRun:
         if how == "dcp":
             self._dcp_load(*self.state)
         elif how == "shardopt":
-            shardopt.load(self.state, self.source, timeout_s=LONG_S)
+            shardopt.load(self.state, self.source, timeout_s=self.long_s)
         else:
             self._dcp_load("model", "scheduler", "extra")
             if how == "path":
@@ -209,7 +236,7 @@ class LegRun:
         elif self.leg.save == "dcp":
             dcp.save(self.state, checkpoint_id=self.target)
         else:
-            shardopt.save(self.state, self.target, timeout_s=LONG_S)
+            shardopt.save(self.state, self.target, timeout_s=self.long_s)
         self._compare(before, "the save")
         if pending is not None:
             # The run goes on, and must not be in the file.
@@ -252,7 +279,7 @@ class LegRun:
             self.told.problems.append(f"{what}: the group adds up to {ones.item()} afterwards")
         if half:
             self._refuses(what)
-            shardopt.load(self.state, self.source, timeout_s=LONG_S)
+            shardopt.load(self.state, self.source, timeout_s=self.long_s)
 
     def _judge(self, what: str, rank: int, found: Caught) -> None:
         if not found.kind:
@@ -264,7 +291,7 @@ class LegRun:
         """After a load that failed half way the optimizer must not go on."""
         self.training.give_gradients(self.extra.step)
         elsewhere = f"{self.source}-half"
-        saves = partial(shardopt.save, self.state, elsewhere, timeout_s=LONG_S)
+        saves = partial(shardopt.save, self.state, elsewhere, timeout_s=self.long_s)
         for name, operation in (("step", self.optimizer.step), ("a save", saves)):
             if not caught(operation).kind:
                 self.told.problems.append(f"{what}: {name} went on with state that is half loaded")
@@ -279,11 +306,11 @@ class LegRun:
         if self.rank == self.leg.victim:
             Path(last_words(self.target)).write_bytes(pack(self.told))
         died = killed_at(self, self.leg.kill, lambda: reached("kill")) if self.rank == self.leg.victim else None
-        with died or contextlib.nullcontext(), self.optimizer._scope.within(SHORT_S):
-            found = caught(KILLS[self.leg.kill](self, SHORT_S))
+        with died or contextlib.nullcontext(), self.optimizer._scope.within(self.short_s):
+            found = caught(KILLS[self.leg.kill](self, self.short_s))
         self._compare(before, what)
         self._judge(what, self.leg.victim, found)
-        if found.seconds > SHORT_S + LONG_S / 2:
+        if found.seconds > self.short_s + self.long_s / 2:
             self.told.problems.append(f"{what}: rank {self.rank} waited {found.seconds:.1f} s")
 
 
@@ -292,10 +319,10 @@ def last_words(target: str) -> str:
     return f"{target}.told"
 
 
-def run_leg(episode: Episode, number: int, source: str, target: str, sabotage: str) -> Told:
+def run_leg(orders: Orders) -> Told:
     """The job of a leg."""
-    with _quiet(), sabotaged(sabotage):
-        return LegRun(episode, episode.legs[number], source, target).run()
+    with _quiet(), sabotaged(orders.sabotage):
+        return LegRun(orders).run()
 
 
 def run_oracle(episode: Episode) -> dict[int, Held]:

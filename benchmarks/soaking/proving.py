@@ -15,11 +15,10 @@ from tests.support.ranks import RankPool
 __all__ = ["LIMIT_S", "find", "prove"]
 
 LIMIT_S = 120.0
-_DEADLINE_S = 40.0
 _SEED = 4711
 
 
-def find(pool: RankPool, sabotage: str) -> tuple[float, str]:
+def find(pool: RankPool, sabotage: str, patience: float) -> tuple[float, str]:
     """Runs episodes with a fault in shardopt until one fails; after how many seconds, and how.
 
     Raises:
@@ -29,7 +28,7 @@ def find(pool: RankPool, sabotage: str) -> tuple[float, str]:
     number = 0
     while time.monotonic() < begun + LIMIT_S:
         try:
-            run_episode(pool, draw(_SEED, number), deadline_s=_DEADLINE_S, sabotage=sabotage)
+            run_episode(pool, draw(_SEED, number), patience=patience, sabotage=sabotage)
         except Failure as failure:
             if failure.kind == "soak":
                 raise AssertionError(f"{sabotage}: the soak itself failed, in episode {number}: {failure}") from failure
@@ -38,11 +37,11 @@ def find(pool: RankPool, sabotage: str) -> tuple[float, str]:
     raise AssertionError(f"{sabotage}: {number} episodes have not found it in {LIMIT_S:g} s")
 
 
-def prove(pool: RankPool, out: Path) -> int:
+def prove(pool: RankPool, out: Path, patience: float) -> int:
     """Finds every fault, and prints how; the exit status."""
     bars: list[Bar] = []
     for name in SABOTAGE:
-        seconds, how = find(pool, name)
+        seconds, how = find(pool, name, patience)
         first = " ".join(how.split())[:240]
         print(f"{name}: {first}", flush=True)
         record(out, "soak proof", {"fault": name}, {"seconds": round(seconds, 1), "how": first})
