@@ -4,8 +4,8 @@
     python benchmarks/curves.py step checkpoint bytes vote kernel
 
 * step: torch's fused AdamW on DTensors, bare and wrapped, by the number of tensors, on 2 ranks;
-* checkpoint: dcp.save and dcp.load of the wrapper and of the same moments as bare DTensors, by the number of parameters,
-  on 2 ranks;
+* checkpoint: dcp.save and dcp.load of the wrapper, and of the same moments as bare DTensors, by the number of
+  parameters, on 2 ranks;
 * bytes: state for each element of the parameters, by optimizer, weighed after a step;
 * vote: a vote by the number of ranks: processes up to 4, and threads, all of one process, beyond;
 * kernel: bytes of memory that a step of the host kernel moves each second, by the size of the tensor, beside a loop
@@ -39,7 +39,8 @@ from host_kernel import Kernel, fused, measured
 from scaling.parts import vote_ms
 from step import Config as StepConfig
 from step import slowest, time_adamw
-from torch import Tensor, distributed as dist
+from torch import Tensor
+from torch import distributed as dist
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardopt import SwapAdamW

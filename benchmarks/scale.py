@@ -84,7 +84,9 @@ class Parts:
 def measure_votes(arguments: argparse.Namespace) -> Fit:
     """Votes of more and more threads."""
     samples = {num_ranks: vote_ms(num_ranks, arguments.votes) for num_ranks in arguments.vote_ranks}
-    record(arguments.out, "scale: vote", {"votes": arguments.votes}, {str(key): value for key, value in samples.items()})
+    record(
+        arguments.out, "scale: vote", {"votes": arguments.votes}, {str(key): value for key, value in samples.items()}
+    )
     return fitted("vote", [((1.0, float(n)), value) for n, value in samples.items()])
 
 

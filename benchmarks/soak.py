@@ -49,7 +49,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--episode", type=int, help="only this one")
     parser.add_argument("--first", type=int, default=0, help="the episode to begin with")
     parser.add_argument("--rules", nargs="+", default=[], choices=list(RULES), help="only these optimizers")
-    parser.add_argument("--patience", type=float, default=2.0, help="times that ranks wait longer; more on a busy machine")
+    parser.add_argument(
+        "--patience", type=float, default=2.0, help="times that ranks wait longer; more on a busy machine"
+    )
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     parser.add_argument("--prove", action="store_true", help="show that faults put into shardopt are found")
     parser.add_argument("--out", type=Path, default=LOCAL_RESULTS / "soak.jsonl", help="file that gets the results")
@@ -85,7 +87,10 @@ def soak(pool: RankPool, arguments: argparse.Namespace) -> int:
         try:
             ran = run_episode(pool, episode, patience=arguments.patience)
         except Failure as failure:
-            print(f"\nFAIL {number} ({failure.kind}): {episode}\n{failure}\nreplay: {replay(arguments, episode)}", flush=True)
+            print(
+                f"\nFAIL {number} ({failure.kind}): {episode}\n{failure}\nreplay: {replay(arguments, episode)}",
+                flush=True,
+            )
             record(arguments.out, "soak", told, {"failure": failure.kind, "what": str(failure)})
             failures.append(replay(arguments, episode))
             if not arguments.keep_going:

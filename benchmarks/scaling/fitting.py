@@ -42,7 +42,7 @@ class Fit:
 
 
 def fitted(name: str, points: Sequence[Point]) -> Fit:
-    """The least squares of relative distances: a small number counts as much as a large one. Of samples, their median."""
+    """The least squares of relative distances: small numbers count as much as large ones. Of samples, their median."""
     terms = np.array([one for one, _ in points])
     values = np.array([statistics.median(value) if isinstance(value, list) else value for _, value in points])
     weights, *_ = np.linalg.lstsq(terms / values[:, None], np.ones(len(values)), rcond=None)

@@ -1,4 +1,4 @@
-"""What is measured: votes of threads, sizes of manifests, DCP's plans for simulated ranks, bytes of an owner exchange."""
+"""What is measured: votes of threads, manifests, DCP's plans for simulated ranks, bytes of an owner exchange."""
 
 from __future__ import annotations
 

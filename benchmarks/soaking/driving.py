@@ -164,7 +164,7 @@ def run_episode(pool: RankPool, episode: Episode, *, patience: float = 1.0, sabo
     Args:
         pool: of 4 ranks or more.
         episode: which.
-        patience: how many times longer than usual ranks wait for each other, and this for them: 1 where each has a core.
+        patience: how many times longer than usual all wait for ranks; 1 is for a machine with a core for each.
         sabotage: key of ``sabotage.SABOTAGE``, or empty.
 
     Raises:
@@ -216,20 +216,24 @@ def _run_leg(pool: RankPool, orders: Orders, leg: Leg) -> list[Told]:
 
 def _of_outcomes(number: int, wrong: Sequence[Outcome]) -> Failure:
     # Who waited in vain for a rank that failed otherwise says nothing of its own.
-    causes = [one for one in wrong if not (one.error_type == "RankFailureError" and one.error_attributes.get("missing"))]
+    causes = [
+        one for one in wrong if not (one.error_type == "RankFailureError" and one.error_attributes.get("missing"))
+    ]
     kind = "hang" if any(one.kind == "hang" for one in wrong) else "error"
     if causes and all(one.kind == "error" and _is_of_soak(one.traceback) for one in causes):
         kind = "soak"
     lines = [f"leg {number}:"]
     for one in causes or wrong:
-        lines.append(f"rank {one.rank}: {one.kind}: {one.error_type} {one.error}\n{one.traceback}{one.stacks}{one.output}")
+        lines.append(
+            f"rank {one.rank}: {one.kind}: {one.error_type} {one.error}\n{one.traceback}{one.stacks}{one.output}"
+        )
     return Failure(kind, "\n".join(lines))
 
 
 def _is_of_soak(traceback: str) -> bool:
     """Whether the soak's code, and none of shardopt's, is the last that an error has gone through before torch's."""
     last = traceback.rpartition("/src/shardopt/")
-    return any(place in (last[2] or traceback) for place in ('/benchmarks/soaking/', '/tests/'))
+    return any(place in (last[2] or traceback) for place in ("/benchmarks/soaking/", "/tests/"))
 
 
 def _judge(episode: Episode, number: int, told: Sequence[Told], course: _Course) -> None:
@@ -264,5 +268,3 @@ def _rounding(episode: Episode, leg: Leg, whole: Whole) -> set[str]:
     if not RULES[episode.rule].rounds or leg.compute not in _BY_SHARD:
         return set()
     return {name for name, counts in whole.counts.items() if any(count % 64 for count in counts)}
-
-

@@ -1,4 +1,4 @@
-"""What a rank does in a leg: load, fail, train, save, go on, die. It tells what it held and what was not as it must be."""
+"""What a rank does in a leg: load, fail, train, save, go on, die. It tells what it held, and what went wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import shardopt
 from benchmarks.soaking.breaking import KILLS, broken_load, broken_prepare, broken_save, broken_step, killed_at
-from benchmarks.soaking.episode import Episode, Fault, Leg
+from benchmarks.soaking.episode import Episode, Fault
 from benchmarks.soaking.sabotage import sabotaged
 from benchmarks.soaking.training import Held, Training
 from shardopt import ShardedStateOptimizer
@@ -27,7 +27,7 @@ from tests.support.parcel import pack
 from tests.support.ranks import reached
 from tests.support.snapshot import Snapshot, snapshot
 
-__all__ = ["Orders", "Look", "Told", "last_words", "run_leg", "run_oracle"]
+__all__ = ["Look", "Orders", "Told", "last_words", "run_leg", "run_oracle"]
 
 # In seconds, on a machine that has a core for each rank. No living rank comes near the first; a rank that was killed is
 # named after the second.
@@ -150,7 +150,9 @@ class LegRun:
         self._train(self.extra.step + self.leg.overrun)
         self._look("after the save and further steps", trained=True)
         for fault in self.leg.of("save"):
-            self._fail(fault, broken_save(self, fault), lambda: shardopt.save(self.state, self.target, timeout_s=self.long_s))
+            self._fail(
+                fault, broken_save(self, fault), lambda: shardopt.save(self.state, self.target, timeout_s=self.long_s)
+            )
         if self.leg.kill:
             self._die()
         return self.told
@@ -285,7 +287,9 @@ class LegRun:
         if not found.kind:
             self.told.problems.append(f"{what}: rank {self.rank} got no error")
         elif self.rank != rank and f"rank {rank}" not in found.text:
-            self.told.problems.append(f"{what}: rank {self.rank} is not told of rank {rank}: {found.kind}: {found.text}")
+            self.told.problems.append(
+                f"{what}: rank {self.rank} is not told of rank {rank}: {found.kind}: {found.text}"
+            )
 
     def _refuses(self, what: str) -> None:
         """After a load that failed half way the optimizer must not go on."""

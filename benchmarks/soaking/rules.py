@@ -55,7 +55,8 @@ class _Torch:
 
     def __call__(self, params: Sequence[Tensor]) -> list[torch.optim.Optimizer]:
         options = {
-            key: value.clone() if isinstance(value, Tensor) else value for key, value in {"lr": _LR, **self.options}.items()
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in {"lr": _LR, **self.options}.items()
         }
         return [getattr(torch.optim, self.name)(_grouped(params, **self.second), **options)]
 

@@ -193,7 +193,8 @@ class Training:
 
 def _spelled(key: str, value: Any) -> str:
     """Type, structure and bytes."""
-    seen = [(path, fact.type_name, sorted(map(repr, fact.details.items())), fact.content) for path, fact in facts(key, value)]
+    seen = [
+        (path, fact.type_name, sorted(map(repr, fact.details.items())), fact.content)
+        for path, fact in facts(key, value)
+    ]
     return repr(seen)
-
-
