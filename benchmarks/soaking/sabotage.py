@@ -44,8 +44,8 @@ def _after_commit(change: Callable[[dict[str, Any]], None]) -> AbstractContextMa
     return _patched(ParameterPlan, "commit", make)
 
 
-def _drop_an_entry() -> AbstractContextManager[None]:
-    return _after_commit(lambda entries: entries.pop(next(reversed(entries))) and None)
+def _drop_an_entry(entries: dict[str, Any]) -> None:
+    del entries[next(reversed(entries))]
 
 
 def _set_back_a_step(entries: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def _draw() -> AbstractContextManager[None]:
 
 
 SABOTAGE: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
-    "an entry is dropped": _drop_an_entry,
+    "an entry is dropped": lambda: _after_commit(_drop_an_entry),
     "shards are swapped": _swap_shards,
     "no vote": _ask_nobody,
     "a stale step count": lambda: _after_commit(_set_back_a_step),
