@@ -158,13 +158,16 @@ class _Course:
     ran: Ran = field(default_factory=Ran)
 
 
-def run_episode(pool: RankPool, episode: Episode, *, patience: float = 1.0, sabotage: str = "") -> Ran:
+def run_episode(
+    pool: RankPool, episode: Episode, *, patience: float = 1.0, deadline_s: float | None = None, sabotage: str = ""
+) -> Ran:
     """Runs all of it.
 
     Args:
         pool: of 4 ranks or more.
         episode: which.
         patience: how many times longer than usual all wait for ranks; 1 is for a machine with a core for each.
+        deadline_s: for each leg, in seconds; who has not answered by then hangs. By default a minute, times patience.
         sabotage: key of ``sabotage.SABOTAGE``, or empty.
 
     Raises:
@@ -188,7 +191,7 @@ def run_episode(pool: RankPool, episode: Episode, *, patience: float = 1.0, sabo
                 patience=patience,
                 sabotage=sabotage,
             )
-            told = _run_leg(pool, orders, leg)
+            told = _run_leg(pool, orders, leg, patience * _DEADLINE_S if deadline_s is None else deadline_s)
             _judge(episode, number, told, course)
             course.source = target
     finally:
@@ -197,13 +200,13 @@ def run_episode(pool: RankPool, episode: Episode, *, patience: float = 1.0, sabo
     return course.ran
 
 
-def _run_leg(pool: RankPool, orders: Orders, leg: Leg) -> list[Told]:
+def _run_leg(pool: RankPool, orders: Orders, leg: Leg, deadline_s: float) -> list[Told]:
     signals = [Signal(rank=leg.victim, signal=signal.SIGKILL, at="kill")] if leg.kill else []
     outcomes = pool.outcomes(
         leg.world_size,
         run_leg,
         orders,
-        deadline_s=orders.patience * _DEADLINE_S,
+        deadline_s=deadline_s,
         grace_s=orders.patience * _GRACE_S,
         signals=signals,
     )

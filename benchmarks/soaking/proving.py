@@ -15,6 +15,8 @@ from tests.support.ranks import RankPool
 __all__ = ["LIMIT_S", "find", "prove"]
 
 LIMIT_S = 120.0
+# Of a leg: a fault that lets ranks wait for each other for ever is found when it has passed.
+_DEADLINE_S = 60.0
 _SEED = 4711
 # Others import libraries, which takes longer than to find a fault.
 _RULES = ("AdamW", "AdamW fused", "Adam", "SGD", "RMSprop", "SwapAdamW")
@@ -30,7 +32,8 @@ def find(pool: RankPool, sabotage: str, patience: float) -> tuple[float, str]:
     number = 0
     while time.monotonic() < begun + LIMIT_S:
         try:
-            run_episode(pool, draw(_SEED, number, rules=_RULES), patience=patience, sabotage=sabotage)
+            episode = draw(_SEED, number, rules=_RULES)
+            run_episode(pool, episode, patience=patience, deadline_s=_DEADLINE_S, sabotage=sabotage)
         except Failure as failure:
             if failure.kind == "soak":
                 raise AssertionError(f"{sabotage}: the soak itself failed, in episode {number}: {failure}") from failure
