@@ -20,7 +20,7 @@ help:
 	@echo "make docs      the documentation's site, in build/site; fails on broken links and missing docstrings"
 	@echo "make compat    the tests on another torch, TORCH=$(TORCH)"
 	@echo "make cross     state written by torch $(DEV_TORCH) and by TORCH=$(TORCH), read by the other"
-	@echo "make bench     benchmarks of steps, of their checks, of checkpoints, and of the host kernel"
+	@echo "make bench     all benchmarks but the catalogue, with pictures; fails if a bar is missed"
 	@echo "make gate      release gates from the installed wheel, 2 and 4 ranks; ONLY=R01,R02, GPUS=1|2|4, ALLOW_DIRTY=1"
 	@echo "make gate-mutants  breaks each gate's feature on purpose; every gate has to fail"
 	@echo "make gate-page writes RELEASE_GATES.md's table anew from the newest evidence"
@@ -67,13 +67,15 @@ compat: $(COMPAT)/.installed
 demo: .venv/.installed
 	@.venv/bin/python scripts/demo.py
 
+# About 12 minutes on two cores that nobody else uses. A missed bar stops nothing, and fails the whole at its end.
+BENCHMARKS := step memory consensus checkpoint quantised host_kernel swap curves scale
 bench: .venv/.installed
-	.venv/bin/python benchmarks/step.py
-	.venv/bin/python benchmarks/memory.py
-	.venv/bin/python benchmarks/consensus.py
-	.venv/bin/python benchmarks/checkpoint.py
-	.venv/bin/python benchmarks/host_kernel.py
-	.venv/bin/python benchmarks/swap.py
+	@failed=; for name in $(BENCHMARKS); do \
+		echo "== benchmarks/$$name.py"; .venv/bin/python benchmarks/$$name.py || failed="$$failed $$name"; \
+	done; \
+	.venv/bin/python benchmarks/pictures.py --pictures benchmarks/results/local || failed="$$failed pictures"; \
+	.venv/bin/python benchmarks/soak.py --minutes 2 || failed="$$failed soak"; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # State written by either torch is read by the other.
 cross: .venv/.installed $(COMPAT)/.installed
