@@ -133,6 +133,20 @@ def test_a_launch_that_fails_leaves_the_ring_as_it_was(budget_bytes: int, chunk:
         assert backend.races == []
 
 
+def test_a_drain_waits_for_the_tables_of_a_step_that_failed() -> None:
+    # All chunks are on the device, so that nothing but the tables is copied.
+    backend = Breaks(eagerness=0.0)
+    run = Streamed(Scenario(1, 2, 1 << 20, plain_steps(1)), backend)
+    run.step(0, run.scenario.steps[0])
+    run.ring.drain()
+    backend.fails = "nothing"
+    with pytest.raises(ShardoptError, match="no such kernel"):
+        run.ring.step([0], [np.zeros(64, np.uint8)], lambda *_: Work("nothing", [], [], pytest.fail))
+    before = backend.counts.synchronizations
+    run.ring.drain()
+    assert backend.counts.synchronizations == before + 1
+
+
 def test_tables_that_do_not_fit_are_refused_before_anything_is_done() -> None:
     backend = SimBackend()
     run = Streamed(Scenario(1, 3, 0, plain_steps(1)), backend)
