@@ -47,6 +47,16 @@ def test_the_host_is_at_most_four_steps_ahead(budget_bytes: int) -> None:
     assert backend.counts.synchronizations == 12 - 4
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_uploads_are_ahead_by_as_many_chunks_as_there_are_slots(depth: int) -> None:
+    backend = SimBackend()
+    run = Streamed(Scenario(1, depth, 0, plain_steps(1)), backend)
+    run.step(0, run.scenario.steps[0])
+    # The first chunks find their slots free, and each of the others waits for one.
+    waits = [text for text in backend.log if text.startswith("upload for download")]
+    assert len(waits) == len(run.model.chunks) - depth > 0
+
+
 def test_chunks_without_a_gradient_are_left_out() -> None:
     backend = SimBackend(eagerness=1.0)
     run = Streamed(Scenario(1, 3, 0, plain_steps(2, FIRST)), backend)
