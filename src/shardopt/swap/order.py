@@ -74,10 +74,9 @@ class Order:
         self._backend.record(mark.event, stream)
         self._ticks[stream] += 1
         mark.stream, mark.tick = stream, self._ticks[stream]
-        mark.seen = _later(self._known[stream], self._known[_HOST])
-        mark.seen[stream] = mark.tick
         # A stream comes after itself.
         self._known[stream][stream] = mark.tick
+        mark.seen = list(self._known[stream])
         point = Point(mark, mark.tick)
         if stream is Stream.COMPUTE:
             self._last = point

@@ -209,10 +209,10 @@ def test_the_forward_pass_after_a_step_sees_its_parameters_F4() -> None:
 
 
 def on_two_streams(backend: SimBackend, scenario: Scenario) -> Result:
-    """Two updates, the second one on another stream. Only the ring orders the two."""
+    """Three updates, the second one on another stream. Only the ring orders them."""
     run = Streamed(scenario, backend)
     for number, step in enumerate(scenario.steps):
-        backend.current = number
+        backend.current = number % 2
         run.update(number, step)
     state = run.save()
     backend.finish()
@@ -221,7 +221,7 @@ def on_two_streams(backend: SimBackend, scenario: Scenario) -> Result:
 
 @pytest.mark.parametrize("budget_bytes", [0, 2048, 1 << 20])
 def test_another_compute_stream_comes_after_the_one_before(budget_bytes: int) -> None:
-    scenario = Scenario(1, 2, budget_bytes, plain_steps(2))
+    scenario = Scenario(1, 2, budget_bytes, plain_steps(3))
     expected = Result(state=serial(scenario).state)
     for seed in range(20):
         backend = SimBackend(seed)

@@ -47,6 +47,16 @@ def test_the_host_is_at_most_four_steps_ahead(budget_bytes: int) -> None:
     assert backend.counts.synchronizations == 12 - 4
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_uploads_are_ahead_by_as_many_chunks_as_there_are_slots(depth: int) -> None:
+    backend = SimBackend()
+    run = Streamed(Scenario(1, depth, 0, plain_steps(1)), backend)
+    run.step(0, run.scenario.steps[0])
+    # The first chunks find their slots free, and each of the others waits for one.
+    waits = [text for text in backend.log if text.startswith("upload for download")]
+    assert len(waits) == len(run.model.chunks) - depth > 0
+
+
 def test_chunks_without_a_gradient_are_left_out() -> None:
     backend = SimBackend(eagerness=1.0)
     run = Streamed(Scenario(1, 3, 0, plain_steps(2, FIRST)), backend)
@@ -104,7 +114,7 @@ class Breaks(SimBackend):
 @pytest.mark.parametrize("chunk", [0, 3])
 def test_a_launch_that_fails_leaves_the_ring_as_it_was(budget_bytes: int, chunk: int) -> None:
     # The step that fails is one of no gradient, but for the chunk; so all that comes after is as if it had not been.
-    scenario = Scenario(1, 2, budget_bytes, plain_steps(7))
+    scenario = Scenario(1, 2, budget_bytes, plain_steps(8))
     expected = serial(scenario)
     for seed in range(8):
         backend = Breaks(seed)
@@ -118,7 +128,8 @@ def test_a_launch_that_fails_leaves_the_ring_as_it_was(budget_bytes: int, chunk:
                 with pytest.raises(ShardoptError, match="no such kernel"):
                     run.ring.step([chunk], tables, lambda *_, broken=broken: broken)
             run.step(number, step)
-            if number == 4:
+            # By now another step has had the buffers of the one that failed.
+            if number == 6:
                 with pytest.raises(ShardoptError, match="no such kernel"):
                     run.ring.step([chunk], tables, lambda *_, broken=broken: broken)
                 # The host may write at once.
@@ -131,6 +142,20 @@ def test_a_launch_that_fails_leaves_the_ring_as_it_was(budget_bytes: int, chunk:
         run.result.state = [*state, *run.model.params]
         assert not run.result.differs(expected)
         assert backend.races == []
+
+
+def test_a_drain_waits_for_the_tables_of_a_step_that_failed() -> None:
+    # All chunks are on the device, so that nothing but the tables is copied.
+    backend = Breaks(eagerness=0.0)
+    run = Streamed(Scenario(1, 2, 1 << 20, plain_steps(1)), backend)
+    run.step(0, run.scenario.steps[0])
+    run.ring.drain()
+    backend.fails = "nothing"
+    with pytest.raises(ShardoptError, match="no such kernel"):
+        run.ring.step([0], [np.zeros(64, np.uint8)], lambda *_: Work("nothing", [], [], pytest.fail))
+    before = backend.counts.synchronizations
+    run.ring.drain()
+    assert backend.counts.synchronizations == before + 1
 
 
 def test_tables_that_do_not_fit_are_refused_before_anything_is_done() -> None:
