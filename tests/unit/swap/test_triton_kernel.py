@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from shardopt.swap.device_rows import BLOCK, Kind
@@ -23,6 +23,8 @@ from tests.support.device_chunks import Chunk, assert_same_chunk, chunk_of, step
 from tests.support.host_rows import FORMATS, Buffers, Format, hypers_of, made
 from tests.support.triton_worker import Step
 
+# A smaller example would take minutes of the interpreter's time.
+PHASES = (Phase.explicit, Phase.generate)
 Interpret: TypeAlias = Callable[[Step], tuple[Chunk, Kind]]
 
 # Four that differ in all that a kind has.
@@ -97,7 +99,7 @@ def test_offsets_are_of_64_bits_G16(kind: Format, interpret: Interpret) -> None:
 RUNS = st.one_of(st.integers(1, 70), st.integers(BLOCK - 2, BLOCK + 2), st.integers(1, 2**40))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, phases=PHASES)
 @given(
     numel=st.integers(1, 2 * BLOCK + 70),
     start=st.one_of(st.integers(0, 200), st.integers(0, 2**45)),

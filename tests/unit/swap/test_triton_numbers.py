@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,6 +29,8 @@ from tests.support.host_rows import (
 )
 from tests.support.triton_worker import Step
 
+# A smaller example would take minutes of the interpreter's time.
+PHASES = (Phase.explicit, Phase.generate)
 Interpret: TypeAlias = Callable[[Step], tuple[Chunk, Kind]]
 
 # Upper and lower halves of float32: both zeros, subnormals, the smallest and the largest normals, one, infinity, NaNs
@@ -127,7 +129,7 @@ FLOATS = st.floats(width=32, allow_subnormal=True)
 RATES = st.floats(0.0, 1.0, exclude_max=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, phases=PHASES)
 @given(
     values=st.lists(st.lists(FLOATS, min_size=5, max_size=5), min_size=1, max_size=9),
     change=st.fixed_dictionaries(
