@@ -18,7 +18,7 @@ from tests.ranks.quantised_runs import drawn, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
 
-SHAPES = {"a": (8, 12), "b": (40,)}
+SHAPES = {"a": (8, 12), "b": (40,), "one": (1, 1)}
 
 
 class Net(nn.Module):
@@ -114,7 +114,15 @@ def test_a_checkpoint_without_its_codebook_is_refused() -> None:
     _, target = wrapped(0)
     with pytest.raises(LoadError, match="Gefen: the table .* is lacking or changed") as raised:
         target.prepare_load(state)
-    assert len(raised.value.problems) == 3
+    assert len(raised.value.problems) == 1 + len(SHAPES)
+
+
+def test_sharded_state_has_no_codes_that_mean_something_else_on_each_rank() -> None:
+    model, optimizer = wrapped(1)
+    inner: Any = optimizer.optimizers[0]
+    # Codes of one element have its shape, whatever is learnt of blocks.
+    assert inner.state[model.one]["m_codebook"].shape == model.one.shape
+    assert optimizer.sharded_state() == {}
 
 
 def test_what_is_made_of_gefen_is_refused() -> None:
