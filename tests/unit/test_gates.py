@@ -337,7 +337,9 @@ def test_a_command_is_run_on_the_package_that_is_to_be_tested(tmp_path: Path) ->
         (tmp_path / name / "shardopt" / "__init__.py").touch()
     (tmp_path / "measure.py").write_text(f"print({ROW.format('save', '0.20')!r})")
     measured = gate(command=("measure.py",), figure=Figure(count=1, at_most=4.0, unit="%"))
-    environment = Environment(python=Path(sys.executable), package=tmp_path / "wrong" / "shardopt")
+    # Not this environment's: an editable shardopt comes before PYTHONPATH.
+    python = Path(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info))
+    environment = Environment(python=python, package=tmp_path / "wrong" / "shardopt")
     place = Place(
         environment=environment,
         workplace=tmp_path,
