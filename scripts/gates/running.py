@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.gates.catalogue import ROOT, Gate
@@ -107,11 +107,17 @@ def _run_tests(gates: Sequence[Gate], place: Place) -> tuple[list[Judged], list[
 
 def _run_command(gate: Gate, place: Place) -> Judged:
     # PYTHONPATH comes before site-packages: a copy under test wins over what is installed.
-    command = [str(place.environment.python), *gate.command]
+    python = str(place.environment.python)
+    asked = [python, "-c", "import shardopt; print(shardopt.__file__)"]
+    _, found, _ = _run(asked, place.workplace, place.variables, place.results / f"{gate.id}.import.log")
     began = time.monotonic()
     log = place.results / f"{gate.id}.log"
-    status, text, _ = _run(command, place.workplace, place.variables, log)
-    return judge_figures(gate, status, text, time.monotonic() - began)
+    status, text, _ = _run([python, *gate.command], place.workplace, place.variables, log)
+    judged = judge_figures(gate, status, text, time.monotonic() - began)
+    if Path(found.strip()).parent.resolve() == place.expected.resolve():
+        return judged
+    wrong = f"shardopt is imported from {found.strip()!r}; the one to test is in {place.expected}"
+    return replace(judged, problems=(*judged.problems, wrong), failed=())
 
 
 def _run(command: Sequence[str], cwd: Path, variables: Mapping[str, str], log: Path) -> tuple[int, str, bool]:

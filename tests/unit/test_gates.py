@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import pytest
 from scripts.gates import gpus as gpu_gates
 from scripts.gates.__main__ import main
 from scripts.gates.catalogue import ROOT, Figure, Gate, HardwareGate, Mutation
-from scripts.gates.environment import Wheel, check_equal, check_place, clean_variables, make_workplace
+from scripts.gates.environment import Environment, Wheel, check_equal, check_place, clean_variables, make_workplace
 from scripts.gates.gpus import judge_jobs, refuse_without
 from scripts.gates.mutants import judge_mutant, mutate, summary
 from scripts.gates.recorder import matches
-from scripts.gates.running import Results
+from scripts.gates.running import Place, Results, run_gates
 from scripts.gates.tree import GateError, look_at
 from scripts.gates.verdict import Judged, Record, judge, judge_figures, read_record
 
@@ -328,3 +329,25 @@ def test_the_recorder_tells_what_became_of_each_wanted_test(tmp_path: Path) -> N
         "test_gone",
         "test_skipped",
     ]
+
+
+def test_a_command_is_run_on_the_package_that_is_to_be_tested(tmp_path: Path) -> None:
+    for name in ("right", "wrong"):
+        (tmp_path / name / "shardopt").mkdir(parents=True)
+        (tmp_path / name / "shardopt" / "__init__.py").touch()
+    (tmp_path / "measure.py").write_text(f"print({ROW.format('save', '0.20')!r})")
+    measured = gate(command=("measure.py",), figure=Figure(count=1, at_most=4.0, unit="%"))
+    # Not this environment's: an editable shardopt comes before PYTHONPATH.
+    python = Path(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info))
+    environment = Environment(python=python, package=tmp_path / "wrong" / "shardopt")
+    place = Place(
+        environment=environment,
+        workplace=tmp_path,
+        results=tmp_path / "results",
+        package=tmp_path / "right" / "shardopt",
+    )
+    assert run_gates([measured], place).passed
+    elsewhere = replace(place, package=tmp_path / "none" / "shardopt")
+    (judged,) = run_gates([measured], elsewhere).judged
+    assert "the one to test is in" in judged.problems[0]
+    assert not run_gates([], place).passed
