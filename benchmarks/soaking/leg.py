@@ -286,7 +286,7 @@ class LegRun:
     def _judge(self, what: str, rank: int, found: Caught) -> None:
         if not found.kind:
             self.told.problems.append(f"{what}: rank {self.rank} got no error")
-        elif self.rank != rank and f"rank {rank}" not in found.text:
+        elif self.rank != rank and (rank,) not in (found.failures, found.missing, *found.disagree):
             self.told.problems.append(
                 f"{what}: rank {self.rank} is not told of rank {rank}: {found.kind}: {found.text}"
             )
