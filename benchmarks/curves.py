@@ -36,7 +36,7 @@ from harness.launch import Ranks
 from harness.results import LOCAL_RESULTS, conditions, record
 from host_kernel import Config as KernelConfig
 from host_kernel import Kernel, fused, measured
-from scaling.parts import vote_ms
+from scaling.parts import bitsandbytes_adamw, vote_ms
 from step import Config as StepConfig
 from step import slowest, time_adamw
 from torch import Tensor
@@ -89,12 +89,6 @@ def _public(name: str, **options: Any) -> Callable[[list[Tensor]], torch.optim.O
     return make
 
 
-def _bitsandbytes(params: list[Tensor]) -> torch.optim.Optimizer:
-    import bitsandbytes
-
-    return bitsandbytes.optim.AdamW8bit(params)
-
-
 _OPTIMIZERS: Mapping[str, tuple[torch.dtype, Callable[[list[Tensor]], torch.optim.Optimizer]]] = {
     "AdamW": (torch.float32, lambda params: torch.optim.AdamW(params)),
     "AdamW, amsgrad": (torch.float32, lambda params: torch.optim.AdamW(params, amsgrad=True)),
@@ -106,7 +100,7 @@ _OPTIMIZERS: Mapping[str, tuple[torch.dtype, Callable[[list[Tensor]], torch.opti
     "SwapAdamW, bf16 moments": (torch.float32, lambda params: SwapAdamW(params, moment_dtype=_BF16)),
     "SwapAdamW, bf16, fp32 masters": (_BF16, lambda params: SwapAdamW(params, master="fp32", moment_dtype=_BF16)),
     "SwapAdamW, bf16, remainders": (_BF16, lambda params: SwapAdamW(params, master="remainder16", moment_dtype=_BF16)),
-    "bitsandbytes AdamW8bit": (torch.float32, _bitsandbytes),
+    "bitsandbytes AdamW8bit": (torch.float32, bitsandbytes_adamw),
 }
 _SIDE = 512
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,15 @@ from shardopt.scope.ballot import Ballot
 from shardopt.scope.channel import Channel
 from shardopt.scope.record import Record
 
-__all__ = ["PlanSizes", "exchanged_bytes", "manifest_bytes", "owner_loads", "plan_sizes", "vote_ms"]
+__all__ = [
+    "PlanSizes",
+    "bitsandbytes_adamw",
+    "exchanged_bytes",
+    "manifest_bytes",
+    "owner_loads",
+    "plan_sizes",
+    "vote_ms",
+]
 
 _TIMEOUT = timedelta(seconds=120)
 _WARM_UP_VOTES = 5
@@ -63,6 +72,17 @@ def vote_ms(num_ranks: int, votes: int) -> list[float]:
     return [round(value, 3) for value in times[_WARM_UP_VOTES:]]
 
 
+def bitsandbytes_adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """A new AdamW8bit."""
+    # It logs which of its GPU kernels it does without.
+    logging.disable(logging.WARNING)
+    try:
+        import bitsandbytes
+    finally:
+        logging.disable(logging.NOTSET)
+    return bitsandbytes.optim.AdamW8bit(params)
+
+
 def manifest_bytes(kind: str, num_params: int) -> int:
     """Collective. Length of the manifest of an optimizer that has stepped once."""
     shape = _SHAPE if kind == "AdamW" else _QUANTISED_SHAPE
@@ -71,9 +91,7 @@ def manifest_bytes(kind: str, num_params: int) -> int:
     if kind == "AdamW":
         inner: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
     else:
-        import bitsandbytes
-
-        inner = bitsandbytes.optim.AdamW8bit(model.parameters())
+        inner = bitsandbytes_adamw(model.parameters())
     optimizer = ShardedStateOptimizer(inner, model, compute="local")
     for param in model.parameters():
         param.grad = torch.ones_like(param, requires_grad=False)

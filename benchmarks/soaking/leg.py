@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 import shardopt
 from benchmarks.soaking.breaking import KILLS, broken_load, broken_prepare, broken_save, broken_step, killed_at
 from benchmarks.soaking.episode import Episode, Fault
+from benchmarks.soaking.rules import RULES, Drawn
 from benchmarks.soaking.sabotage import sabotaged
 from benchmarks.soaking.training import Held, Training
 from shardopt import ShardedStateOptimizer
@@ -163,9 +164,7 @@ class LegRun:
         self.told.looks.append(Look(moment, held, trained))
 
     @property
-    def _rule(self) -> Any:
-        from benchmarks.soaking.rules import RULES
-
+    def _rule(self) -> Drawn:
         return RULES[self.episode.rule]
 
     def _train(self, until: int) -> None:
@@ -286,7 +285,7 @@ class LegRun:
     def _judge(self, what: str, rank: int, found: Caught) -> None:
         if not found.kind:
             self.told.problems.append(f"{what}: rank {self.rank} got no error")
-        elif self.rank != rank and f"rank {rank}" not in found.text:
+        elif self.rank != rank and (rank,) not in (found.failures, found.missing, *found.disagree):
             self.told.problems.append(
                 f"{what}: rank {self.rank} is not told of rank {rank}: {found.kind}: {found.text}"
             )
@@ -331,8 +330,6 @@ def run_leg(orders: Orders) -> Told:
 
 def run_oracle(episode: Episode) -> dict[int, Held]:
     """What the unsharded and uninterrupted run holds, by number of steps."""
-    from benchmarks.soaking.rules import RULES
-
     with _quiet():
         training = Training(episode, None, "start")
         optimizers = training.optimizers()

@@ -131,7 +131,7 @@ RULES: Mapping[str, Drawn] = {
             _Torch("AdamW", {"foreach": True, "amsgrad": True, "maximize": True}, {"betas": (0.8, 0.9)}),
             {"computes": _ANY},
         ),
-        ("Adam", _Torch("Adam", {"weight_decay": 0.1, "foreach": True}), {"computes": _BY_SHARD}),
+        ("Adam", _Torch("Adam", {"weight_decay": 0.1, "foreach": True}), {"computes": _ANY}),
         ("SGD", _Torch("SGD", {"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.1}), {"computes": _BY_SHARD}),
         # Torch's own fused SGD raises when some momenta are there and others are not.
         (

@@ -131,6 +131,10 @@ class ReplicatedPresentation(WholePresentation):
         try:
             return self._agree("update", failure, b"" if failure else self._digest(), self.cleared())
         except RankFailureError as verdict:
+            if isinstance(failure, RankFailureError) and failure.operation == "closure":
+                # All have this one already. The vote on the update only adds that it failed everywhere, and hides who
+                # failed first.
+                raise failure from failure.__cause__
             if not verdict.disagree or verdict.failures or verdict.missing:
                 raise
             raise RankFailureError(
