@@ -32,13 +32,13 @@ BUDGETS = (0, 40_000, 1 << 30)
 class Pair:
     """An optimizer on the device, and its twin on the host, over the same numbers."""
 
-    def __init__(self, target: Target, kind: str = "plain", *, budget: int = 0, **options: Any) -> None:
-        given = {"lr": 0.05, **KINDS[kind], **options}
+    def __init__(self, target: Target, kind: str = "plain", *, budget: int = 0, eagerness: float | None = None) -> None:
+        given = {"lr": 0.05, **KINDS[kind]}
         dtype = given.pop("dtype", torch.float32)
         self.target = target
         self.twins = [nn.Parameter(_drawn(shape, place, dtype)) for place, shape in enumerate(SHAPES)]
         self.params = [nn.Parameter(twin.detach().to(target.device, copy=True)) for twin in self.twins]
-        self.there = target.optimizer(grouped(self.params), device_budget_bytes=budget, **given)
+        self.there = target.optimizer(grouped(self.params), device_budget_bytes=budget, eagerness=eagerness, **given)
         self.here = SwapAdamW(grouped(self.twins), **given)
 
     def give(self, number: int, *, without: Sequence[int] = ()) -> None:
