@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardopt.geometry import Box
 from shardopt.layouts.codec import Blocks, Codec, Form, Subject
+from shardopt.layouts.learnt import LearntCodec
 from shardopt.layouts.quantised import Piece, Stored, apart, memory_of, values_of
 
 __all__ = ["check_codec"]
@@ -48,13 +49,21 @@ def check_codec(
     """
     if not sizes or min(sizes) < 1 or examples < 1:
         raise ValueError(f"sizes={list(sizes)!r}, examples={examples!r}: expected numbers of 1 or more.")
-    problems: list[str] = []
+    found: dict[str, list[tuple[int, int]]] = {}
     for size in sizes:
         for seed in range(examples):
-            trial = _Trial(codec, make, size, seed, dtype)
-            problems += [f"{size} elements, example {seed}: {found}" for found in trial.problems()]
-    if problems:
-        raise AssertionError(f"{type(codec).__name__}:\n" + "\n".join(dict.fromkeys(problems)))
+            for problem in dict.fromkeys(_Trial(codec, make, size, seed, dtype).problems()):
+                found.setdefault(problem, []).append((size, seed))
+    if found:
+        said = [_said(problem, tries) for problem, tries in found.items()]
+        raise AssertionError("\n".join([f"{type(codec).__name__}:", *said]))
+
+
+def _said(problem: str, tries: Sequence[tuple[int, int]]) -> str:
+    """What was found and where: the first place, which is enough to see it again, and all sizes."""
+    (size, seed), sizes = tries[0], sorted({size for size, _ in tries})
+    others = f" ({len(tries)} tries, of sizes {', '.join(map(str, sizes))})" if len(tries) > 1 else ""
+    return f"{size} elements, example {seed}: {problem}{others}"
 
 
 class _Trial:
@@ -79,7 +88,9 @@ class _Trial:
         state = self._optimizer.state[self._param]
         named = {part for name in self._entries for part in self._codec.parts(name)}
         forgotten = sorted(
-            key for key, one in state.items() if isinstance(one, Tensor) and one.dim() and key not in named
+            key
+            for key, one in state.items()
+            if isinstance(one, Tensor) and one.dim() and key not in named and not self._codec.is_scratch(key)
         )
         if forgotten:
             yield f"state keeps tensors {forgotten} that no entry has among its parts"
@@ -94,6 +105,10 @@ class _Trial:
     @property
     def _entries(self) -> tuple[str, ...]:
         return self._codec.entries(_subject(self._optimizer, self._param))
+
+    @property
+    def _attributes(self) -> list[str]:
+        return [name for name in self._codec.attributes(self._optimizer) if name in vars(self._optimizer)]
 
     def _entry_problems(self, state: dict[str, Any], name: str) -> Iterator[str]:
         snapshot = copy.deepcopy({key: value for key, value in state.items() if type(value) is Tensor})
@@ -112,7 +127,9 @@ class _Trial:
             if not isinstance(form, torch.dtype) or form != value.dtype:
                 yield f"the optimizer keeps {value.dtype} where form says {form}"
             return
-        if not isinstance(form, Form) or not form.is_like(value.form):
+        # What is learnt from gradients nobody can say before.
+        learns = isinstance(self._codec, LearntCodec)
+        if not isinstance(form, Form) or not (learns or form.is_like(value.form)):
             yield f"the optimizer keeps {value.form} where form says {form}"
             return
         yield from self._block_problems(value)
@@ -153,8 +170,13 @@ class _Trial:
         other = self._make([param])
         state = self._optimizer.state[self._param]
         parts = {part for name in self._entries for part in self._codec.parts(name)}
-        rest = {key: copy.deepcopy(value) for key, value in state.items() if key not in parts}
+        left_out = {*parts, *filter(self._codec.is_scratch, state)}
+        rest = {key: copy.deepcopy(value) for key, value in state.items() if key not in left_out}
         other.state[param].update(rest)
+        vars(other).update({name: copy.deepcopy(vars(self._optimizer)[name]) for name in self._attributes})
+        if isinstance(self._codec, LearntCodec):
+            table = self._codec.table(self._optimizer)
+            self._codec.adopt(other, None if table is None else table.clone())
         for name in self._entries:
             value = self._read(self._optimizer, state, name)
             if value is not None:
@@ -163,7 +185,7 @@ class _Trial:
                 if strange:
                     yield f"{name!r}: write makes {sorted(strange)}, which parts does not name"
                 other.state[param].update(self._codec.write(_subject(other, param), name, copied))
-        lost = sorted(state.keys() ^ other.state[param].keys())
+        lost = sorted(key for key in state.keys() ^ other.state[param].keys() if not self._codec.is_scratch(key))
         if lost:
             yield f"state {lost} is either in the optimizer or in what write has made, and not in both"
             return

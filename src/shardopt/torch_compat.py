@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 _DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+_HANDING_ON = ("state", "__getattr__")
 
 
 def local_shard(tensor: DTensor) -> Tensor:
@@ -298,15 +299,20 @@ def root_mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def refuse_dcp_state_dict() -> None:
-    """Raises if the caller was called by ``torch.distributed.checkpoint.state_dict``.
+    """Raises if the caller was called by ``torch.distributed.checkpoint.state_dict``, or for it.
 
     Its four functions for optimizers read ``optimizer.state`` first of all, and where that is empty they write zero
     gradients, set ``lr`` to 0 and step. They have no hook by which an optimizer could tell them otherwise.
 
+    Trainers hand them an optimizer of their own, whose ``state`` is this one's.
+
     Raises:
         TypeError: the caller was; the error says what to call instead.
     """
-    caller = sys._getframe(2).f_globals.get("__name__")
+    frame = sys._getframe(2)
+    while frame.f_code.co_name in _HANDING_ON and frame.f_back is not None:
+        frame = frame.f_back
+    caller = frame.f_globals.get("__name__")
     if caller == _DCP_STATE_DICT:
         raise TypeError(
             f"{caller} does not suit a ShardedStateOptimizer, which it would step to fill: give the optimizer itself "

@@ -97,6 +97,10 @@ def make(kind: str, params: Iterable[Tensor]) -> torch.optim.Optimizer:
             import bitsandbytes
 
             return getattr(bitsandbytes.optim, kind[4:])(params, lr=1e-2)
+        if kind.startswith("gefen"):
+            from gefen import Gefen
+
+            return Gefen(params, lr=1e-2, fused=False, factored_v_2d=kind == "gefen-factored")
         import torchao.optim
 
     # Its kernel is compiled for each shape, for 10 s and more; what it computes is tried here, not how it is compiled.
@@ -148,8 +152,10 @@ class Seen:
 class Run:
     """One model on one layout, or unsharded, with one optimizer."""
 
+    net: type[nn.Module] = Net
+
     def __init__(self, layout: str | None, kind: str, compute: str) -> None:
-        self.model = Net()
+        self.model: nn.Module = self.net()
         if layout is not None:
             LAYOUTS[layout][1](self.model)
         self.params = dict(self.model.named_parameters())
@@ -211,7 +217,9 @@ def kept(box: Box, value: Blocks | Tensor) -> Kept:
         values = value.detach().clone().reshape(box.size).numpy()
         return Kept(box, None, values, values, np.zeros_like(values))
     form, raw = value.form, value.codes
-    assert raw is not None
+    if raw is None:
+        values = values_of(box, None, [Piece(box, Stored(form, box, value.scales))]).numpy()
+        return Kept(box, None, value.scales.clone().reshape(-1).numpy(), values, np.zeros_like(values))
     flat = raw.reshape(-1)
     apart = torch.stack((flat >> 4, flat & 15), -1) if form.per_byte == 2 else flat
     stored = Stored(form, box, value.scales)
@@ -264,20 +272,20 @@ def resume_job(
     return loaded, run.seen()
 
 
-def whole(seen: list[Seen]) -> dict[str, Array]:
+def whole(seen: list[Seen], net: type[nn.Module] = Net) -> dict[str, Array]:
     """The weights, put together."""
     result: dict[str, Array] = {}
     for one in seen:
         for name, (box, part) in one.weights.items():
-            shape = tuple(Net().get_parameter(name).shape)
+            shape = tuple(net().get_parameter(name).shape)
             target = result.setdefault(name, np.zeros(shape, dtype=np.float32))
             target[tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))] = part
     return result
 
 
-def meant(seen: list[Seen], key: str, *, steps: bool = False) -> Array:
+def meant(seen: list[Seen], key: str, *, steps: bool = False, net: type[nn.Module] = Net) -> Array:
     """What an entry means, put together from all ranks; or how far apart two codes are there."""
-    shape = tuple(Net().get_parameter(key.partition("/")[0]).shape)
+    shape = tuple(net().get_parameter(key.partition("/")[0]).shape)
     result = np.full(shape, np.nan, dtype=np.float32)
     for one in seen:
         if key in one.state:

@@ -102,6 +102,20 @@ def test_owner_equals_the_unsharded_run_on_any_number_of_ranks(ranks: RankPool, 
     assert same_state(middle, loaded) == []
 
 
+@pytest.mark.parametrize("kind", ["bnb-AdamW", pytest.param("bnb-Lion", marks=pytest.mark.slow)])
+def test_what_is_never_quantised_is_stepped_shard_by_shard_as_unsharded(
+    ranks: RankPool, tmp_path: Path, kind: str
+) -> None:
+    ((_, oracle_end),) = ranks.run(1, train_job, None, kind, "", None)
+    said = ranks.run(2, explained_job, "2", kind, "auto")[0]
+    assert "compute='local' because" in said
+    assert "quantised" not in said
+    middle, end = trained(ranks, "2", kind, "auto", tmp_path)
+    assert same_weights([oracle_end], end) == []
+    _, end = resumed(ranks, "3", kind, "auto", tmp_path, whole(middle))
+    assert same_weights([oracle_end], end) == []
+
+
 @pytest.mark.parametrize("kind", SLOWLY)
 def test_aligned_blocks_keep_their_bits_over_any_number_of_ranks_B12(
     ranks: RankPool, tmp_path: Path, kind: str
@@ -176,7 +190,7 @@ def test_a_load_fills_live_codes_and_scales(ranks: RankPool, tmp_path: Path, kin
 def test_explain_tells_the_trade_in_numbers(ranks: RankPool) -> None:
     said = ranks.run(2, explained_job, "2", "bnb-AdamW8bit", "auto")[0]
     assert "compute='owner' because" in said
-    assert "owner moves 0.4 MiB" in said, said
+    assert "owner moves 388.8 KiB" in said, said
     assert "quantise otherwise than unsharded: 2 of 7 parameters (odd, vector)" in said
     said = ranks.run(2, explained_job, "2", "bnb-AdamW8bit", "local")[1]
     assert "too small: 3 of 7 parameters (odd, uneven, vector)" in said

@@ -68,7 +68,7 @@ def test_strided_state_keeps_each_element_in_its_place(
 
 
 @pytest.mark.parametrize("topology", ["fsdp 4", "hsdp", "fsdp_tp"])
-def test_each_chunk_has_one_writer_B6(ranks: RankPool, tmp_path: Path, topology: str) -> None:
+def test_each_chunk_has_one_writer_B6_K6(ranks: RankPool, tmp_path: Path, topology: str) -> None:
     outcomes = run(ranks, topology, jobs.save_job, str(tmp_path))
     writers = Counter(chunk for _, written in outcomes for chunk in written)
     stored = FileSystemReader(tmp_path).read_metadata().state_dict_metadata

@@ -36,7 +36,7 @@ def saves(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
         pytest.param("fsdp1", "tp2", id="to tensor parallelism with partial gradients"),
     ],
 )
-def test_resume_equals_uninterrupted_and_unsharded(saves: Saves, source: str, target: str) -> None:
+def test_resume_equals_uninterrupted_and_unsharded_B9_D8(saves: Saves, source: str, target: str) -> None:
     cells, found = compare_resumed(saves, source, target)
     assert not found, "\n".join([f"{len(found)} of {cells} values differ", *found])
 

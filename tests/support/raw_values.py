@@ -48,7 +48,9 @@ class Fact:
 
 def raw_bytes(tensor: Tensor) -> bytes:
     """The bytes of a plain tensor of any dtype and rank, in row-major order."""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    values = tensor.detach().resolve_conj().resolve_neg().cpu()
+    # Copied: of one element torch calls any stride contiguous, and views as another dtype only a stride of 1.
+    flat = torch.empty(values.numel(), dtype=values.dtype).copy_(values.reshape(-1))
     return flat.view(torch.uint8).numpy().tobytes()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from examples.own_codec import Momentum8, Momentum8Codec
 from shardopt import Blocks, Form, Subject
 from shardopt.layouts.codec import codec_of
+from shardopt.layouts.learnt import LearntCodec
 from shardopt.testing import check_codec
 from tests.ranks.quantised_runs import make
 
@@ -121,6 +122,22 @@ class SeesNothing(Momentum8Codec):
 def test_a_mistake_is_found(codec: type[Momentum8Codec], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         check_codec(codec(), Momentum8, sizes=SIZES)
+
+
+def test_what_is_found_of_every_size_is_said_once() -> None:
+    with pytest.raises(AssertionError) as raised:
+        check_codec(SeesNothing(), Momentum8, sizes=SIZES)
+    lines = [line for line in str(raised.value).splitlines() if "it is not there after a step" in line]
+    assert lines == [
+        "1 elements, example 0: 'momentum': it is not there after a step (15 tries, of sizes 1, 127, 128, 130, 1000)"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_says_what_a_library_does_that_learns(dtype: torch.dtype) -> None:
+    codec = codec_of(make("gefen-blocks", [torch.nn.Parameter(torch.zeros(1))]))
+    assert isinstance(codec, LearntCodec)
+    check_codec(codec, lambda params: make("gefen-blocks", params), dtype=dtype, sizes=(1, 7, 64, 301), examples=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

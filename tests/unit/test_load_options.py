@@ -166,7 +166,7 @@ def test_an_unknown_hyperparameter_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_model_cast_since_the_save_is_refused_or_converted_T8(tmp_path: Path, steps: int) -> None:
+def test_a_model_cast_since_the_save_is_refused_or_converted_G13_T8(tmp_path: Path, steps: int) -> None:
     optimizer, model = saved(tmp_path, wrapped(model_of("ab"), steps=2))
     narrow = wrapped(model_of("ab", dtype=torch.bfloat16), steps=steps)
     text = "a.weight: state 'exp_avg' was saved as float32, this optimizer keeps bfloat16; dtype='live' converts"

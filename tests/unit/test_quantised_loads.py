@@ -13,8 +13,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from examples.own_codec import Momentum8, Momentum8Codec
-from shardopt import Blocks, Form, LoadError, PlacementError, ShardedStateOptimizer, Subject
+from shardopt import (
+    Blocks,
+    Form,
+    LoadError,
+    PlacementError,
+    ShardedStateOptimizer,
+    Subject,
+    declare_interchangeable,
+)
 from shardopt.layouts import codec as codecs
+from shardopt.layouts import interchange
 from shardopt.portable.handles import BytesHandle
 from tests.ranks.quantised_runs import drawn, make, widest_step
 
@@ -282,3 +291,36 @@ def test_a_load_replaces_live_state_that_does_not_fit(tmp_path: Path) -> None:
     state["scale"] = state["scale"][:-1].clone()
     target.prepare_load(tmp_path).commit()
     assert all(torch.equal(meaning(target, name)[0], meaning(source, name)[0]) for name in SHAPES)
+
+
+def test_what_is_kept_as_plain_numbers_is_said_once_for_all(tmp_path: Path) -> None:
+    _, source = wrapped(2, momentum())
+    dcp.save({"optim": source}, checkpoint_id=tmp_path)
+    _, target = wrapped(0, momentum(smallest=1 << 30))
+    report = target.prepare_load(tmp_path, hyperparameters="keep").report
+    assert report.notes == ["hyperparameters='keep': every group keeps its live values."]
+    said = str(report).splitlines()
+    assert said[0] == "2 entries to restore on this rank"
+    assert said[1] == "state 'momentum' was saved as codes and scales, and is kept as float32 here (2): a, b"
+
+
+@pytest.fixture
+def alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interchange, "_ALIKE", [])
+    declare_interchangeable(Momentum8, torch.optim.SGD)
+
+
+@pytest.mark.usefixtures("alike")
+@pytest.mark.parametrize("to_quantised", [True, False])
+def test_classes_that_are_declared_alike_and_keep_other_entries_are_refused(tmp_path: Path, to_quantised: bool) -> None:
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    _, source = wrapped(2, sgd if to_quantised else momentum())
+    dcp.save({"optim": source}, checkpoint_id=tmp_path)
+    _, target = wrapped(0, momentum() if to_quantised else sgd)
+    with pytest.raises(LoadError, match="declared to be like it .* has to keep entries of the same names") as raised:
+        target.prepare_load(tmp_path, hyperparameters="keep")
+    assert ("but not ['momentum'], which this" in str(raised.value)) == to_quantised
+    assert ("this optimizer keeps no such state of it" in str(raised.value)) != to_quantised
+    assert not any(target.optimizers[0].state.values())

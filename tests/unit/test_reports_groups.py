@@ -176,7 +176,7 @@ def test_a_scheduler_of_the_source_alone_leaves_its_keys_for_one_built_after_the
 
 @HOWS
 @EACH_SCHEDULER
-def test_a_scheduler_built_before_the_load_goes_on_where_the_source_was_C2_C6_C9(
+def test_a_scheduler_built_before_the_load_goes_on_where_the_source_was_C2_C6_C8_C9(
     tmp_path: Path, how: str, name: str
 ) -> None:
     source, made = wrapped(["a", "bc"], SOURCE), wrapped(["a", "bc"], {"a": {"lr": 0.0625}})

@@ -40,8 +40,10 @@ CALLS: dict[str, Call] = {
 }
 
 
-def refused(optimizer: ShardedStateOptimizer, model: Awkward, call: Call, **options: Any) -> list[str]:
-    """What a refused call has changed."""
+def refused(
+    optimizer: ShardedStateOptimizer, model: Awkward, call: Call, *, outer: Any = None, **options: Any
+) -> list[str]:
+    """What a refused call, of the optimizer or of one around it, has changed."""
     twin = Awkward()
     plain = torch.optim.AdamW(twin.parameters())
     train(plain, twin, range(2))
@@ -49,7 +51,7 @@ def refused(optimizer: ShardedStateOptimizer, model: Awkward, call: Call, **opti
     saved = torch_road.get_optimizer_state_dict(twin, plain, options=StateDictOptions(**options))
     before = snapshot(optimizer, model)
     with pytest.raises(TypeError, match=SENTENCE):
-        call(model, optimizer, saved, StateDictOptions(**options))
+        call(model, outer or optimizer, saved, StateDictOptions(**options))
     return before.diff(snapshot(optimizer, model))
 
 
@@ -99,11 +101,49 @@ def test_several_wrapped_optimizers_are_refused_too_T1() -> None:
         assert refused(optimizer, model, call) == []
 
 
+class Outer(torch.optim.Optimizer):
+    """A trainer's own optimizer, that hands everything on."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.optimizer.step(closure)
+
+
+class Asking(torch.optim.Optimizer):
+    """The same, for whatever it is asked."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.__dict__["optimizer"] = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+
+@pytest.mark.parametrize("outer", [Outer, Asking, lambda one: Outer(Asking(one))], ids=["property", "getattr", "two"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_trainers_optimizer_around_the_wrapper_is_refused_too_A1_A3(call: str, outer: Callable[[Any], Any]) -> None:
+    model = Awkward()
+    optimizer = ShardedStateOptimizer(torch.optim.AdamW(model.parameters(), weight_decay=0.1), model)
+    assert refused(optimizer, model, CALLS[call], outer=outer(optimizer)) == []
+
+
 def test_anybody_else_may_read_the_state() -> None:
     model = Awkward()
     inner = torch.optim.AdamW(model.parameters())
     optimizer = ShardedStateOptimizer(inner, model)
     assert optimizer.state is inner.state
+    assert Outer(optimizer).state is inner.state
+    assert Asking(optimizer).state is inner.state
 
 
 def adamw(seed: int = 0, *, steps: int = 0) -> tuple[ShardedStateOptimizer, Awkward]:

@@ -143,9 +143,17 @@ class Codec(ABC):
         """Attributes of the optimizer that hold tensors which are no state."""
         return ()
 
+    def is_scratch(self, item: str) -> bool:
+        """Whether an item of ``optimizer.state[param]``, or of a group, is no state: neither saved nor loaded."""
+        return False
+
     def attributes(self, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
         """Attributes of the optimizer that are part of its state, the same on every rank."""
         return ()
+
+    def quantises(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it quantises anything, were its parameters larger; where it does not, ``form`` gives dtypes."""
+        return True
 
     def is_elementwise(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a shard's update needs only the shard, its blocks apart."""
@@ -157,6 +165,7 @@ _REGISTERED: dict[str, Codec] = {}
 # By the module that its classes are in, the module that knows them. Neither is imported before it is needed.
 _KNOWN: dict[str, str] = {
     "bitsandbytes.optim": "shardopt.layouts.adapters.bitsandbytes",
+    "gefen.gefen": "shardopt.layouts.adapters.gefen",
     "torchao.optim": "shardopt.layouts.adapters.torchao",
 }
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardopt.geometry import Box
 
-__all__ = ["Grid", "covering_of_any", "flat_range"]
+__all__ = ["Grid", "common_block", "covering_of_any", "flat_range"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,40 @@ def flat_range(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
     for offset, length in zip(box.offset, shape, strict=True):
         start = start * length + offset
     return start, start + box.volume
+
+
+def common_block(param_shape: tuple[int, ...], box: Box, framed: Iterable[tuple[Box, int]]) -> int:
+    """The greatest length found with which every block of a box lies within one block of a frame.
+
+    Args:
+        param_shape: the parameter's global shape.
+        box: whose blocks are asked for, counted over its own elements.
+        framed: boxes that cover it, each with the length of its own blocks.
+
+    Returns:
+        A divisor of the box's number of elements; 1 for a box without any.
+    """
+    framed = list(framed)
+    if not box.volume or not framed:
+        return 1
+    if all(frame == box for frame, _ in framed):
+        return math.gcd(box.volume, *(block for _, block in framed))
+    # By the row: blocks that never cross one. In a row, all that counts is where frames begin and end.
+    by_row = 1
+    if box.size:
+        by_row = math.gcd(box.size[-1], *(block for _, block in framed))
+        for frame, _ in framed:
+            by_row = math.gcd(by_row, frame.size[-1], box.offset[-1] - frame.offset[-1])
+    # In one run of numbers, if all of them are such.
+    run = flat_range(param_shape, box)
+    runs = [(flat_range(param_shape, frame), block) for frame, block in framed]
+    if run is None or any(one is None for one, _ in runs):
+        return by_row
+    flat = box.volume
+    for one, block in runs:
+        assert one is not None
+        flat = math.gcd(flat, block, one[0] - run[0])
+    return max(by_row, flat)
 
 
 def covering_of_any(param_shape: tuple[int, ...], cells_shape: tuple[int, ...], box: Box) -> Box | None:

@@ -25,7 +25,7 @@ from shardopt.portable.tagged import Json
 from shardopt.portable.tensor_bytes import dtype_from_name, dtype_name
 from shardopt.presentation.inventory import Inventory
 
-__all__ = ["TABLES", "Quantised", "combined", "describe_quantised", "put_quantised", "saved_form"]
+__all__ = ["TABLES", "Quantised", "combined", "describe_quantised", "put_quantised", "saved_form", "saved_table"]
 
 TABLES = "tables"
 """In the manifest's ``extra``: what codes mean, fp32 as base64, by name."""
@@ -240,7 +240,7 @@ def saved_form(entry: BlockwiseEntry, block: int, table: str | None, tables: Jso
     Raises:
         PlacementError: the checkpoint lacks the table, or has another one under its name.
     """
-    meaning = None if table is None else _table(tables, table, path)
+    meaning = None if table is None else saved_table(tables, table, path)
     return Form(
         block=block,
         codes=None if entry.codes is None else dtype_from_name(entry.codes, path),
@@ -250,7 +250,12 @@ def saved_form(entry: BlockwiseEntry, block: int, table: str | None, tables: Jso
     )
 
 
-def _table(tables: Json, name: str, path: str) -> Tensor:
+def saved_table(tables: Json, name: str, path: str) -> Tensor:
+    """What codes mean, fp32, in memory of its own.
+
+    Raises:
+        PlacementError: the checkpoint lacks the table, or has another one under its name.
+    """
     text = tables.get(name) if isinstance(tables, dict) else None
     try:
         raw = base64.b64decode(text, validate=True) if isinstance(text, str) else b""

@@ -168,8 +168,10 @@ def assemble(inventory: Inventory, described: Described, merged: Merged) -> Expo
     for tracked in inventory.tracked:
         if tracked.fqn in merged.sharded:
             told = merged.sharded[tracked.fqn]
-            mine = parameters[tracked.fqn]
-            entries = {**mine.entries, **{name: told.entries[name] for name in described.quantised[tracked.fqn].values}}
+            mine, part = parameters[tracked.fqn], described.quantised[tracked.fqn]
+            # What others say of values too, where this rank's shard has no elements: rules keep none, or do not count.
+            names = told.entries if part.says_nothing else part.values
+            entries = {**mine.entries, **{name: told.entries[name] for name in names}}
             parameters[tracked.fqn] = replace(mine, entries=entries, blob=told.blob or mine.blob)
         if tracked.keeping is Keeping.ELSEWHERE:
             _put_elsewhere(tracked, inventory, parameters[tracked.fqn], handles)
@@ -205,7 +207,8 @@ def _extra(inventory: Inventory, beside: list[Json], tables: dict[str, Json]) ->
     if any(draws):
         told[DRAWS] = draws
     if tables:
-        told[TABLES] = tables
+        # In one order, since ranks have met them in different ones.
+        told[TABLES] = dict(sorted(tables.items()))
     # The mark comes last, where it is looked for; the manifest sorts its keys.
     return {**told, "mark": _UNMARKED}
 
@@ -228,6 +231,7 @@ def _put_elsewhere(tracked: Tracked, inventory: Inventory, record: ParameterReco
 def _export_groups(inventory: Inventory, groups: list[dict[str, Any]]) -> list[GroupRecord]:
     members: list[list[str]] = [[] for _ in groups]
     owner = [index for index, part in enumerate(inventory.parts) for _ in part.inner.param_groups]
+    scratch = [part.is_scratch for part in inventory.parts]
     for tracked in inventory.tracked:
         members[tracked.group].append(tracked.fqn)
     return [
@@ -237,7 +241,7 @@ def _export_groups(inventory: Inventory, groups: list[dict[str, Any]]) -> list[G
             values={
                 key: encode(value, f"param_groups[{index}].{key}")
                 for key, value in group.items()
-                if key not in ("params", "param_names")
+                if key not in ("params", "param_names") and not scratch[owner[index]](key)
             },
         )
         for index, group in enumerate(groups)

@@ -11,7 +11,7 @@ from shardopt.geometry import Box
 from shardopt.layouts.tracked import Keeping
 from shardopt.portable.blockwise import combined
 from shardopt.portable.export import Described, Merged
-from shardopt.portable.manifest import Entry, ParameterRecord, parameters_json
+from shardopt.portable.manifest import Entry, ParameterRecord, ValueEntry, parameters_json
 from shardopt.portable.manifest_reader import read_parameters
 from shardopt.portable.tagged import Json
 from shardopt.presentation.inventory import Inventory
@@ -60,7 +60,11 @@ def _said(inventory: Inventory, described: Described | None) -> dict[str, object
         if item.keeping is Keeping.HERE:
             owned[item.fqn] = record
         elif own is not None and not item.has_whole_state and not (own.says_nothing and 0 not in item.shape):
-            entries = {name: record.entries[name] for name in own.values}
+            entries = {
+                name: entry
+                for name, entry in record.entries.items()
+                if name in own.values or isinstance(entry, ValueEntry)
+            }
             # Not judged before all have told theirs.
             sharded[item.fqn] = replace(record, entries=entries, blob=None)
             boxes[item.fqn] = own.box.offset, own.box.size
@@ -106,10 +110,15 @@ def _combined(
     problems: list[str] = []
     for fqn, parts in shards.items():
         record = parts[0][1]
-        said: list[tuple[Box, Mapping[str, Entry]]] = [(box, one.entries) for box, one in parts]
+        said = [(box, _without_values(one)) for box, one in parts]
         try:
             entries, blob = combined(fqn, record.shape, said)
-            sharded[fqn] = replace(record, entries=entries, blob=blob)
+            # Of values each rank has its own say: manifests that differ are an error.
+            sharded[fqn] = replace(record, entries={**record.entries, **entries}, blob=blob)
         except PlacementError as error:
             problems.append(str(error))
     return sharded, problems
+
+
+def _without_values(record: ParameterRecord) -> dict[str, Entry]:
+    return {name: entry for name, entry in record.entries.items() if not isinstance(entry, ValueEntry)}

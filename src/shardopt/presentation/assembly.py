@@ -74,6 +74,7 @@ def make_part(inner: torch.optim.Optimizer, compute: str, layouts: Mapping[str, 
     part = Part(inner, presentation, choice, declared)
     if part.codec is not None:
         presentation.constants = part.codec.constants(inner)
+        presentation.is_scratch = part.codec.is_scratch
         own = sorted(name for name, layout in declared.items() if layout == RANK_LOCAL)
         if own:
             raise PlacementError(

@@ -14,6 +14,7 @@ from shardopt.layouts.catalog import spec_of, whole_spec_of, why_never
 from shardopt.layouts.codec import Codec, codec_of
 from shardopt.layouts.declared import RANK_LOCAL
 from shardopt.layouts.interchange import qualified
+from shardopt.layouts.learnt import LearntCodec
 from shardopt.presentation.own_shards import TakesShards
 from shardopt.presentation.probe import Finding, probe
 from shardopt.presentation.side_storage import refuse_remembered
@@ -95,7 +96,11 @@ def _quantised(inner: torch.optim.Optimizer, codec: Codec, label: str, compute: 
     refusal = codec.refuse(inner)
     if refusal is not None:
         raise PresentationError(f"{label} cannot be wrapped: {refusal}")
-    refuse_remembered(inner)
+    refuse_remembered(inner, codec.constants(inner))
+    if isinstance(codec, LearntCodec):
+        return _learnt(inner, codec, label, compute)
+    if not codec.quantises(inner) and codec.is_elementwise(inner) and compute in ("auto", "local", "owner"):
+        return _known_elementwise(label, compute)
     if compute in ("auto", "owner"):
         how = "" if compute == "auto" else "asked for; "
         return Choice(
@@ -110,6 +115,26 @@ def _quantised(inner: torch.optim.Optimizer, codec: Codec, label: str, compute: 
         f"{label}: compute={compute!r} does not suit quantised state. compute='owner' (what 'auto' takes) gives what "
         f"an unsharded run gives{or_local}"
     )
+
+
+def _learnt(inner: torch.optim.Optimizer, codec: LearntCodec, label: str, compute: str) -> Choice:
+    """A class that learns from all parameters that it sees how they are quantised: fewer of them are another rule."""
+    couples = f"{label} learns from all parameters that it sees what the codes of each of them mean"
+    if compute in ("auto", "replicated"):
+        how = "" if compute == "auto" else "asked for; "
+        return Choice("replicated", f"{how}{couples}, and to all of them it is what it is unsharded")
+    if compute != "local":
+        raise PresentationError(
+            f"{couples}, so compute={compute!r} would differ from the unsharded run. compute='replicated' (what "
+            "'auto' takes) equals it; compute='local' steps the shards of each rank by themselves, which does not."
+        )
+    why_not = codec.why_not_local(inner)
+    if why_not is not None:
+        raise PresentationError(
+            f"{label}: compute='local' would be wrong, since {why_not}. compute='replicated' (what 'auto' takes) gives "
+            "what an unsharded run gives."
+        )
+    return Choice("local", f"asked for; {couples}, and each rank from its shards alone")
 
 
 def _by_itself(label: str, compute: str) -> Choice:

@@ -15,6 +15,7 @@ from shardopt.layouts.attributes import changed, held_in
 from shardopt.layouts.catalog import spec_of, whole_spec_of
 from shardopt.layouts.codec import Blocks, Codec, Subject, codec_of
 from shardopt.layouts.declared import ATTRIBUTE, CONSTANT, ELEMENTWISE, MASTER, RANK_LOCAL, SAME, SAVED
+from shardopt.layouts.learnt import LearntCodec
 from shardopt.layouts.tracked import Tracked
 from shardopt.presentation.choice import Choice
 from shardopt.presentation.identity import Identity
@@ -74,6 +75,10 @@ class Part:
     def common(self) -> set[str]:
         """Entries that are the same on every rank: declared, or seen in a probe."""
         return {*(name for name, layout in self.layouts.items() if layout == SAME), *self.choice.common}
+
+    def is_scratch(self, key: str) -> bool:
+        """Whether an item of a group is none of its values."""
+        return self.codec is not None and self.codec.is_scratch(key)
 
     def side_storage(self, saved: Container[int]) -> list[str]:
         """What is kept where no state dict has it, a sentence each; ``saved`` are ids of parameters."""
@@ -233,7 +238,7 @@ class Inventory:
         if codec is None:
             return state
         parts = {part for name in self.quantised_entries(tracked) for part in codec.parts(name)}
-        return {name: value for name, value in state.items() if name not in parts}
+        return {name: value for name, value in state.items() if name not in parts and not codec.is_scratch(name)}
 
     def plain_state(self, tracked: Tracked) -> dict[str, Any]:
         """The parameter's live state as plain tensors and values, quantised entries as their codes and scales."""
@@ -242,6 +247,11 @@ class Inventory:
             for name, value in self.quantised(tracked).items()
         }
         return {**self.unquantised(tracked), **apart}
+
+    def keeps_nothing(self, tracked: Tracked) -> bool:
+        """Whether the optimizer makes no state of this rank's part of the parameter, which has no elements."""
+        box = tracked.state_box
+        return box is not None and not box.volume and isinstance(self.codec_of(tracked), LearntCodec)
 
     def known_entries(self, tracked: Tracked, group: dict[str, Any]) -> tuple[str, ...] | None:
         """Element-wise entries the class keeps under the group's options; None when the class is unknown."""

@@ -75,6 +75,8 @@ class Presentation(ABC):
         self.masters: tuple[str, ...] = ()
         # Attributes of the optimizer whose tensors are no state, and may be in the state of several parameters.
         self.constants: tuple[str, ...] = ()
+        # Whether an item of a parameter's state is none.
+        self.is_scratch: Callable[[str], bool] = _never
         # Whether the step that runs may have written something: the poison of a failure.
         self.has_written = False
         # Whether the rule does not run without a closure.
@@ -234,6 +236,10 @@ class Presentation(ABC):
         finally:
             for key in amp:
                 delattr(self.inner, key)
+
+
+def _never(item: str) -> bool:
+    return False
 
 
 def _refresh(master: object, param: Tensor) -> None:

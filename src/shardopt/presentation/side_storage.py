@@ -45,10 +45,14 @@ def side_storage(inner: torch.optim.Optimizer, saved: Container[int], known: Col
     return problems
 
 
-def refuse_remembered(inner: torch.optim.Optimizer) -> None:
+def refuse_remembered(inner: torch.optim.Optimizer, known: Collection[str] = ()) -> None:
     """Checks that the optimizer finds its parameters in its groups, and has not noted them elsewhere.
 
     What it has noted would be updated in place of what it is shown. A group's own list may have a second name.
+
+    Args:
+        inner: the optimizer.
+        known: attributes whose parameters no step updates.
 
     Raises:
         PresentationError: an attribute holds parameters, or another optimizer.
@@ -64,7 +68,9 @@ def refuse_remembered(inner: torch.optim.Optimizer) -> None:
     noted = [
         name
         for name, value in vars(inner).items()
-        if name not in _KNOWN and any(id(found) in params for found in _noted(value, lists, set()))
+        if name not in _KNOWN
+        and name not in known
+        and any(id(found) in params for found in _noted(value, lists, set()))
     ]
     if noted:
         raise PresentationError(

@@ -85,6 +85,8 @@ class WholePresentation(Presentation):
         for item in tracked:
             for entry, value in (self.inner.state.get(item.param) or {}).items():
                 param = item.param
+                if self.is_scratch(entry):
+                    continue
                 if isinstance(value, DTensor):
                     fits = isinstance(param, DTensor) and value.shape == param.shape and same_spec(value, param)
                 else:

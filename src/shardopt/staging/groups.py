@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,7 @@ def plan_groups(
     report: Report,
     *,
     hyperparameters: str | Mapping[str, Any] = "checkpoint",
+    scratch: Container[str] = (),
 ) -> list[GroupPlan]:
     """Plans the values of every live group from the saved groups its members were in.
 
@@ -81,6 +82,7 @@ def plan_groups(
         saved: the checkpoint's groups.
         report: gets a problem for each key on which members of one live group disagree.
         hyperparameters: ``"checkpoint"``, ``"keep"`` for the live values, or values that replace the saved ones.
+        scratch: keys that are none of a group's values, and of which there is nothing to say.
     """
     if hyperparameters == "keep":
         report.notes.append("hyperparameters='keep': every group keeps its live values.")
@@ -98,7 +100,7 @@ def plan_groups(
         plan = GroupPlan(group)
         plans.append(plan)
         if sources:
-            _plan_values(label, plan, list(sources.values()), given, report)
+            _plan_values(label, plan, list(sources.values()), given, report, scratch)
         else:
             report.notes.append(f"{label}: none of its parameters is in the checkpoint; it keeps its live values.")
         known |= _plan_given(label, plan, [one for _, one in sources.values()], given, report)
@@ -156,7 +158,12 @@ def _key_of(plan: GroupPlan, live: Tensor) -> str:
 
 
 def _plan_values(
-    label: str, plan: GroupPlan, sources: list[tuple[str, SavedGroup]], given: Mapping[str, Any], report: Report
+    label: str,
+    plan: GroupPlan,
+    sources: list[tuple[str, SavedGroup]],
+    given: Mapping[str, Any],
+    report: Report,
+    scratch: Container[str],
 ) -> None:
     first_fqn, first = sources[0]
     skipped = _IMPLEMENTATION_KEYS | NOT_VALUES | given.keys()
@@ -178,7 +185,7 @@ def _plan_values(
         if key in plan.group and key not in ("lr", "initial_lr") and not _same_value(live, saved):
             report.notes.append(f"{label}: {key!r} was saved as {saved!r}, which replaces {live!r}.")
         plan.take(key, saved, Placing(f"{label}: {key!r}", "was saved as", plan.fill, report))
-    kept = [key for key in plan.group if key not in keys and key not in skipped]
+    kept = [key for key in plan.group if key not in keys and key not in skipped and key not in scratch]
     if kept:
         report.notes.append(f"{label}: {kept} is not in the checkpoint and keeps its live value.")
 

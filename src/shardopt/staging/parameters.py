@@ -61,7 +61,7 @@ def plan_parameter(
             f"fresh=[{tracked.fqn!r}] starts it anew."
         )
         return plan
-    if tracked.keeping is Keeping.ELSEWHERE:
+    if tracked.keeping is Keeping.ELSEWHERE or inventory.keeps_nothing(tracked):
         return plan
     if isinstance(saved.entries.get(""), PerRankEntry):
         plan_own(plan, tracked, inventory, source, report)
@@ -101,7 +101,8 @@ def _plan_entries(
         elif isinstance(entry, BlockwiseEntry):
             report.problems.append(
                 f"{tracked.fqn}: state {name!r} was quantised by {entry.codec!r}, and this optimizer keeps no such "
-                "state of it; wrap an optimizer of the class that wrote it, with the same options."
+                "state of it; wrap an optimizer of the class that wrote it, with the same options. A class that is "
+                "declared to be like it (shardopt.declare_interchangeable) has to keep entries of the same names."
             )
         elif name in whole:
             value = judged(tracked, name, whole[name], live.get(name), source, report)
@@ -147,13 +148,15 @@ def _refuse_incomplete(tracked: Tracked, inventory: Inventory, source: Source, r
     own_class = qualified_name(inventory.part_of(tracked).inner)
     if source.manifest.optimizers[saved.optimizer].class_name == own_class:
         return
-    known = inventory.known_entries(tracked, inventory.groups()[tracked.group]) or ()
+    group = inventory.groups()[tracked.group]
+    known = inventory.known_entries(tracked, group) or inventory.quantised_entries(tracked)
     needed = [name for name in (*known, *inventory.known_scalars(tracked)) if name not in inventory.derived(tracked)]
     lost = [name for name in needed if name not in saved.entries]
     if lost:
         report.problems.append(
             f"{tracked.fqn}: the checkpoint has state {sorted(saved.entries)} of it, but not {lost}, which this "
-            "optimizer needs under its present options; build it with the options it was saved with."
+            "optimizer needs under its present options; build it with the options it was saved with. A class that is "
+            "declared to be like it (shardopt.declare_interchangeable) has to keep entries of the same names."
         )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from shardopt.presentation.inventory import Inventory
 from shardopt.staging.beside import BesidePlan, plan_beside
 from shardopt.staging.filling import overlapping, sharing_memory
 from shardopt.staging.groups import NOT_VALUES, GroupPlan, SavedGroup, plan_groups
+from shardopt.staging.learnt import LearntPlan, plan_learnt
 from shardopt.staging.options import EXACT, LoadOptions
 from shardopt.staging.parameters import plan_fresh, plan_parameter
 from shardopt.staging.plan import TAKEN_OVER, ParameterPlan, bytes_of
@@ -53,6 +54,7 @@ class Plan:
         parameters: new state of every live parameter.
         digest: of the manifest: ranks that read different checkpoints disagree on it.
         beside: what optimizers get that belongs to no parameter.
+        learnt: what codes of optimizers mean afterwards that learn that.
         lender: the manifest of an optimizer whose live memory is loaded; None when it was read from storage.
     """
 
@@ -62,6 +64,7 @@ class Plan:
     digest: bytes
     lender: BytesHandle | None = None
     beside: list[BesidePlan] = field(default_factory=list)
+    learnt: list[LearntPlan] = field(default_factory=list)
 
     def why_outdated(self) -> str | None:
         """Why what was planned is not there to be put in place any more, in words; None when it is."""
@@ -78,7 +81,7 @@ class Plan:
             parameter.commit()
         for group in self.groups:
             group.commit()
-        for optimizer in self.beside:
+        for optimizer in (*self.beside, *self.learnt):
             optimizer.commit()
 
 
@@ -103,6 +106,8 @@ def prepare(inventory: Inventory, state_dict: Mapping[str, Any], options: LoadOp
     _compare_names(inventory, match, options, report)
     _compare_classes(inventory, manifest, match, options, report)
     source = Source(manifest, state_dict, from_storage, match.saved_as, options, _shared_memory(inventory, report))
+    learnt = plan_learnt(inventory, source, report)
+    source = replace(source, tables={index: plan.table for index, plan in learnt.items()})
     groups = _plan_groups(inventory, manifest, match, options, report)
     after = [plan.values_after() for plan in groups]
     parameters: list[ParameterPlan] = []
@@ -119,7 +124,8 @@ def prepare(inventory: Inventory, state_dict: Mapping[str, Any], options: LoadOp
         _try_given(inventory, groups, options.hyperparameters, report)
     digest += _digest_of(groups)
     lender = None if from_storage else state_dict[MANIFEST_KEY]
-    return Plan(report, groups, parameters, digest, lender, plan_beside(inventory, manifest, report))
+    beside = plan_beside(inventory, manifest, report)
+    return Plan(report, groups, parameters, digest, lender, beside, list(learnt.values()))
 
 
 def _shared_memory(inventory: Inventory, report: Report) -> frozenset[int]:
@@ -237,9 +243,11 @@ def _plan_groups(
         SavedGroup(group.members, {key: decode(value) for key, value in group.values.items()})
         for group in manifest.groups
     ]
-    return plan_groups(
-        list(zip(inventory.groups(), members, strict=True)), saved, report, hyperparameters=options.hyperparameters
-    )
+    scratch = {
+        key for part in inventory.parts for group in part.inner.param_groups for key in filter(part.is_scratch, group)
+    }
+    live = list(zip(inventory.groups(), members, strict=True))
+    return plan_groups(live, saved, report, hyperparameters=options.hyperparameters, scratch=scratch)
 
 
 def _open_manifest(state_dict: Mapping[str, Any], report: Report) -> tuple[Manifest, bytes, bool] | None:

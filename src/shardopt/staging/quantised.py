@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor
 from shardopt.errors import FormatError, PlacementError
 from shardopt.geometry import Box, missing
 from shardopt.layouts.codec import Blocks, Codec, Form, Subject
-from shardopt.layouts.grid import Grid
+from shardopt.layouts.grid import Grid, common_block
+from shardopt.layouts.learnt import LearntCodec
 from shardopt.layouts.quantised import CODES_PER_BYTE, Piece, Stored, memory_of, together, unpacked, values_of
 from shardopt.layouts.tracked import Tracked
 from shardopt.portable.blockwise import TABLES, saved_form
@@ -29,6 +30,9 @@ from shardopt.staging.report import Report
 from shardopt.staging.source import Source
 
 __all__ = ["plan_quantised"]
+
+# A box in which blocks were counted, and their form.
+_Framed = tuple[Box, Form]
 
 
 def plan_quantised(
@@ -60,6 +64,8 @@ def plan_quantised(
     memory = set(chain.from_iterable(map(memory_of, (inventory.state_of(tracked) or {}).values())))
     arrivals = Arrivals(plan, tracked, source, report)
     planning = _Planning(plan, tracked, before, subject, codec, source, report, memory, arrivals)
+    if there:
+        plan.keep += [item for item in inventory.state_of(tracked) or {} if codec.is_scratch(item)]
     for name in names:
         label = f"{tracked.fqn}: state {name!r}"
         try:
@@ -88,13 +94,15 @@ class _Planning:
     arrivals: Arrivals
     # Of the entry that is being planned: scratch whose memory it would make its own.
     taking: list[Scratch] = field(default_factory=list)
+    # Of an optimizer that learns how long its blocks are, those of the parameter: the same for all entries.
+    block: int | None = None
 
     def value(self, label: str, name: str, entry: Entry, live: Blocks | Tensor | None) -> Blocks | Tensor:
         """What the optimizer will hold."""
         box = self.tracked.state_box
         assert box is not None  # state that is elsewhere is planned elsewhere
-        wanted = self._wanted(name, live)
         if isinstance(entry, ElementwiseEntry):
+            wanted = self._wanted(name, live)
             dtype = dtype_from_name(entry.dtype, label)
             if not dtype.is_floating_point:
                 raise Problem(f"{label} is stored as numbers of {entry.dtype}, which no optimizer averages: damaged.")
@@ -117,9 +125,7 @@ class _Planning:
                 "mean is not known to be the same."
             )
         return (
-            self._from_shards(label, name, entry, wanted)
-            if entry.segments
-            else self._from_grid(label, name, entry, wanted)
+            self._from_shards(label, name, entry, live) if entry.segments else self._from_grid(label, name, entry, live)
         )
 
     def backfilled(self, label: str, name: str, there: list[str]) -> Blocks | Tensor:
@@ -167,19 +173,37 @@ class _Planning:
         self.taking = []
         self.plan.keep += [part for part in items if part not in self.plan.keep]
 
-    def _wanted(self, name: str, live: Blocks | Tensor | None) -> Form | torch.dtype:
-        """How this optimizer keeps the entry: as it does now, or if it has none yet, or new options, as it would."""
+    def _wanted(self, name: str, live: Blocks | Tensor | None, framed: Sequence[_Framed] = ()) -> Form | torch.dtype:
+        """How this optimizer keeps the entry: as it does now, or if it has none yet, or new options, as it would.
+
+        One that learns that, as it was saved: in boxes of ``framed``, each with its form.
+        """
         after = self.codec.form(self.subject, name)
+        if isinstance(self.codec, LearntCodec):
+            return self._learnt(self.codec, after, framed)
         if live is None or not _alike(after, self.codec.form(self.before, name)):
             return after
         return live.dtype if isinstance(live, Tensor) else live.form
+
+    def _learnt(self, codec: LearntCodec, form: Form | torch.dtype, framed: Sequence[_Framed]) -> Form:
+        assert isinstance(form, Form)  # what is learnt is how to quantise
+        box = self.tracked.state_box
+        assert box is not None
+        if self.block is None:
+            blocks = [(frame, saved.block) for frame, saved in framed]
+            common = common_block(self.tracked.shape, box, blocks)
+            self.block = codec.block(self.subject, [block for _, block in blocks], common)
+        table = None if form.codes is None else self.source.tables.get(self.tracked.optimizer)
+        return replace(form, block=self.block, table=table)
 
     def _kept(self, label: str, name: str, values: Tensor, wanted: Form | torch.dtype, why: str) -> Blocks | Tensor:
         """Values, which nobody else has, as the optimizer keeps them; the report says what became of them."""
         if isinstance(wanted, Form):
             self.report.requantise(self.tracked.fqn, name, why)
             return self._quantised(label, values, wanted)
-        self.report.notes.append(f"{label} was saved otherwise, and is kept as {dtype_name(wanted)} here.")
+        saved = self.source.record(self.tracked).entries[name]
+        was = saved.dtype if isinstance(saved, ElementwiseEntry) else "codes and scales"
+        self.report.convert(self.tracked.fqn, name, f"was saved as {was}, and is kept as {dtype_name(wanted)} here")
         return values.to(wanted)
 
     def _quantised(self, label: str, values: Tensor, form: Form) -> Blocks:
@@ -193,11 +217,12 @@ class _Planning:
             )
         return made
 
-    def _from_grid(self, label: str, name: str, entry: BlockwiseEntry, wanted: Form | torch.dtype) -> Blocks | Tensor:
+    def _from_grid(self, label: str, name: str, entry: BlockwiseEntry, live: Blocks | Tensor | None) -> Blocks | Tensor:
         shape, box = self.tracked.shape, self.tracked.state_box
         assert box is not None  # state that is elsewhere is planned elsewhere
         assert entry.block is not None  # without segments there is one, or the manifest was refused
         form = saved_form(entry, entry.block, entry.table, self._tables(), label)
+        wanted = self._wanted(name, live, [(Box.whole(shape), form)])
         _refuse_other_kind(label, form, wanted)
         grid = Grid(shape, entry.block)
         scales = self.arrivals.cells(label, scale_key, name, grid.shape, grid.covering(box), form.scales)
@@ -208,10 +233,14 @@ class _Planning:
         source = Stored(form, Box.whole(shape), scales.tensor, grid, scales.cells)
         numbers = self._unpacked(entry, codes)
         _refuse_unknown_codes(label, numbers, form)
-        values = values_of(box, numbers, [Piece(box, source)])
-        return self._kept(label, name, values, wanted, "had blocks that lie otherwise here")
+        pieces = [Piece(box, source)]
+        return self._finer(numbers, pieces, wanted) or self._kept(
+            label, name, values_of(box, numbers, pieces), wanted, "had blocks that lie otherwise here"
+        )
 
-    def _from_shards(self, label: str, name: str, entry: BlockwiseEntry, wanted: Form | torch.dtype) -> Blocks | Tensor:
+    def _from_shards(
+        self, label: str, name: str, entry: BlockwiseEntry, live: Blocks | Tensor | None
+    ) -> Blocks | Tensor:
         box = self.tracked.state_box
         assert box is not None
         own = next((one for one in entry.segments if (one.offset, one.size) == (box.offset, box.size)), None)
@@ -230,17 +259,42 @@ class _Planning:
                 pieces.append(Piece(frame, kept_there.view(one.size)))
                 continue
             form = saved_form(entry, one.block, one.table, self._tables(), label)
-            _refuse_other_kind(label, form, wanted)
             _refuse_unknown_codes(label, None if codes is None else codes.tensor, form)
             pieces.append(Piece(frame, Stored(form, frame, kept_there)))
+        stored = [piece.source for piece in pieces if isinstance(piece.source, Stored)]
+        wanted = self._wanted(name, live, [(one.frame, one.form) for one in stored])
+        for one in stored:
+            _refuse_other_kind(label, one.form, wanted)
         if own is not None and len(pieces) == 1:
             kept = self._as_it_was(pieces[0].source, codes, wanted)
             if kept is not None:
                 return kept
         if missing(box, [piece.box for piece in pieces]) is not None or _overlap(box, pieces):
             raise Problem(f"{label}: its shards overlap, or leave a part of it out: the checkpoint is damaged.")
-        values = values_of(box, None if codes is None else codes.tensor, pieces)
-        return self._kept(label, name, values, wanted, "had blocks of its own on each rank")
+        numbers = None if codes is None else codes.tensor
+        return self._finer(numbers, pieces, wanted) or self._kept(
+            label, name, values_of(box, numbers, pieces), wanted, "had blocks of its own on each rank"
+        )
+
+    def _finer(self, codes: Tensor | None, pieces: Sequence[Piece], wanted: Form | torch.dtype) -> Blocks | None:
+        """The codes as they are, with a scale for each of the blocks that were made of longer ones; None if some are
+        not of one block.
+        """
+        box = self.tracked.state_box
+        assert box is not None
+        if not isinstance(self.codec, LearntCodec) or not isinstance(wanted, Form):
+            return None
+        for piece in pieces:
+            if not isinstance(piece.source, Stored) or not replace(piece.source.form, block=wanted.block).is_like(
+                wanted
+            ):
+                return None
+        scales = values_of(box, None, pieces).view(-1, wanted.block)
+        if not bool((scales == scales[:, :1]).all()):
+            return None
+        return Blocks(
+            wanted, None if codes is None else codes.clone(), scales[:, 0].clone(memory_format=torch.contiguous_format)
+        )
 
     def _as_it_was(
         self, source: Stored | Tensor, codes: Arrived | None, wanted: Form | torch.dtype

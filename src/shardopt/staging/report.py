@@ -24,6 +24,7 @@ class Report:
         unused: FQNs of the checkpoint that this optimizer does not have; their state is not loaded.
         fresh: FQNs that start anew.
         requantised: parameters whose quantised state comes as exact values and is quantised once more, by why.
+        converted: parameters whose state is kept as plain numbers here and was not when it was saved, by what it was.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -33,10 +34,15 @@ class Report:
     unused: list[str] = field(default_factory=list)
     fresh: list[str] = field(default_factory=list)
     requantised: dict[str, list[str]] = field(default_factory=dict)
+    converted: dict[str, list[str]] = field(default_factory=dict)
 
     def requantise(self, fqn: str, entry: str, why: str) -> None:
         """Notes an entry whose codes are not those that were saved."""
         self.requantised.setdefault(f"{entry!r} {why}", []).append(fqn)
+
+    def convert(self, fqn: str, entry: str, what: str) -> None:
+        """Notes an entry that is kept as numbers of another kind than it was saved as."""
+        self.converted.setdefault(f"{entry!r} {what}", []).append(fqn)
 
     def summary(self) -> str:
         """All problems in one text, long lists cut with their count."""
@@ -51,7 +57,7 @@ class Report:
     def __str__(self) -> str:
         if self.problems:
             return self.summary()
-        lines = [f"{len(self.restored)} entries to restore"]
+        lines = [f"{len(self.restored)} entries to restore on this rank"]
         lines += [
             f"{what} ({len(fqns)}): {say_names(fqns)}"
             for fqns, what in (
@@ -65,6 +71,7 @@ class Report:
             f"state {why}, so that it is quantised anew from its exact values ({len(fqns)}): {say_names(fqns)}"
             for why, fqns in self.requantised.items()
         ]
+        lines += [f"state {what} ({len(fqns)}): {say_names(fqns)}" for what, fqns in self.converted.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +27,7 @@ class Source:
         saved_as: live FQN -> the parameter's FQN in the checkpoint.
         options: what the load may do.
         shared: ids of live state tensors that share memory with others.
+        tables: what codes will mean of optimizers that learn that, by number of the optimizer.
     """
 
     manifest: Manifest
@@ -35,6 +36,7 @@ class Source:
     saved_as: Mapping[str, str]
     options: LoadOptions
     shared: frozenset[int] = frozenset()
+    tables: Mapping[int, Tensor | None] = field(default_factory=dict)
 
     def takes(self, live: Any, loaded: Tensor) -> bool:
         """Whether what was loaded is copied into the live tensor; otherwise it takes its place."""

@@ -39,7 +39,7 @@ class Launch(Protocol):
         ...
 
     def run(self) -> None:
-        """Enqueues the work on the current stream. Allocates nothing, waits for nothing."""
+        """Enqueues the work on the current stream. Allocates nothing, waits for nothing; if it raises, did nothing."""
         ...
 
 

@@ -59,11 +59,6 @@ class Order:
         """A mark that was not made yet; waiting for it is waiting for nothing."""
         return Mark(self._backend.event())
 
-    @property
-    def last_on_compute(self) -> Point:
-        """The last mark of the compute stream."""
-        return self._last
-
     def enter(self) -> None:
         """Takes notice that another stream is the current one: it knows nothing, and must come after the one before."""
         compute = self._backend.compute()

@@ -92,18 +92,21 @@ class Bytes:
 
     def _cover(self, start: int, end: int) -> list[_Segment]:
         """Segments that are just the given bytes together; made where there are none."""
+        known = self._segments.get(start)
+        if known is not None and known.end == end:
+            return [known]
         self._cut(start)
         self._cut(end)
         first, last = bisect_left(self._starts, start), bisect_left(self._starts, end)
         starts: list[int] = []
         at = start
-        for known in [*self._starts[first:last], end]:
-            if at < known:
-                self._segments[at] = _Segment(known)
+        for begin in [*self._starts[first:last], end]:
+            if at < begin:
+                self._segments[at] = _Segment(begin)
                 starts.append(at)
-            if known < end:
-                starts.append(known)
-                at = self._segments[known].end
+            if begin < end:
+                starts.append(begin)
+                at = self._segments[begin].end
         self._starts[first:last] = starts
         return [self._segments[one] for one in starts]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -51,12 +52,12 @@ class _Resident:
     Attributes:
         views: its entries there.
         is_loaded: whether it is there already.
-        is_ahead: whether the host lacks what launches have made of it.
+        stepped: when the last launch was done that made of it what the host lacks; None where it lacks nothing.
     """
 
     views: dict[str, Tensor]
     is_loaded: bool = field(default=False)
-    is_ahead: bool = field(default=False)
+    stepped: Point | None = field(default=None)
 
 
 class Ring:
@@ -177,7 +178,7 @@ class Ring:
         device = slot.views[_shape(host)]
         there = self._upload(device, host, slot.free, self._home[chunk])
         launched = self._launch(make_launch(chunk, device, tables), there, copied)
-        slot.free = self._home[chunk] = self._download([(device, host)], launched, slot.downloaded)
+        slot.free = self._home[chunk] = self._download([(device, host)], slot.downloaded, launched)
 
     def _step_resident(
         self, chunk: int, resident: _Resident, tables: Sequence[Tensor], copied: Point, make_launch: MakeLaunch
@@ -186,10 +187,7 @@ class Ring:
         if not resident.is_loaded:
             needed.append(self._upload(resident.views, self._chunks[chunk], self._made, self._home[chunk]))
             resident.is_loaded = True
-        launch = make_launch(chunk, resident.views, tables)
-        # Also if it fails half way.
-        resident.is_ahead = True
-        self._launch(launch, *needed)
+        resident.stepped = self._launch(make_launch(chunk, resident.views, tables), *needed)
 
     def _upload(self, device: Entries, host: Entries, *after: Point) -> Point:
         self._order.wait(Stream.UPLOAD, *after)
@@ -202,8 +200,8 @@ class Ring:
         self._backend.launch(launch, Stream.COMPUTE)
         return self._order.mark(self._launched, Stream.COMPUTE)
 
-    def _download(self, pairs: Sequence[tuple[Entries, Entries]], after: Point, mark: Mark) -> Point:
-        self._order.wait(Stream.DOWNLOAD, after)
+    def _download(self, pairs: Sequence[tuple[Entries, Entries]], mark: Mark, *after: Point) -> Point:
+        self._order.wait(Stream.DOWNLOAD, *after)
         for device, host in pairs:
             for name, target in host.items():
                 self._backend.copy(target, device[name], Stream.DOWNLOAD)
@@ -213,12 +211,12 @@ class Ring:
     def drain(self) -> None:
         """Brings all state to the host, and waits for it: after this nothing is in flight, and the host may do as it
         likes with the state's memory until the next step. Say ``host_changed`` if it has written there."""
-        ahead = {index: one for index, one in self._resident.items() if one.is_ahead}
-        if ahead:
-            pairs = [(one.views, self._chunks[index]) for index, one in ahead.items()]
-            home = self._download(pairs, self._order.last_on_compute, self._drained)
-            for index, one in ahead.items():
-                one.is_ahead = False
+        stepped = {index: one.stepped for index, one in self._resident.items() if one.stepped is not None}
+        if stepped:
+            pairs = [(self._resident[index].views, self._chunks[index]) for index in stepped]
+            home = self._download(pairs, self._drained, *stepped.values())
+            for index in stepped:
+                self._resident[index].stepped = None
                 self._home[index] = home
         self._settle()
 
@@ -234,7 +232,7 @@ class Ring:
         Raises:
             ShardoptError: launches have made something since then that the host lacks, and that would be lost.
         """
-        ahead = [index for index, one in self._resident.items() if one.is_ahead]
+        ahead = [index for index, one in self._resident.items() if one.stepped is not None]
         if ahead:
             raise ShardoptError(
                 f"chunks {ahead} were stepped on the device, and the host has written over older values of them; call "
@@ -244,9 +242,10 @@ class Ring:
             one.is_loaded = False
 
     def __del__(self) -> None:
-        # The host memory may be freed, and unregistered, right after this.
+        # The host memory may be freed, and unregistered, right after this. A device that has failed does nothing more.
         if hasattr(self, "_last_home"):
-            self._settle()
+            with suppress(RuntimeError):
+                self._settle()
 
 
 def _check(chunks: Sequence[Entries], table_bytes: int, depth: int, budget_bytes: int) -> None:

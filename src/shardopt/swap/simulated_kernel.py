@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardopt.errors import ShardoptError
+from shardopt.swap.device_rows import ALIGNED_BYTES, ALIGNED_ELEMENTS, BLOCK
 from shardopt.swap.held import MAX
 from shardopt.swap.kernel_rows import HYPER, ROW, Table
 from shardopt.swap.launches import Stretch
@@ -57,8 +59,13 @@ class HostKernel:
     def tables(
         self, rows: Table, offset: NDArray[np.int64], stretches: Sequence[Stretch], hypers: Table, seed: int
     ) -> list[NDArray[Any]]:
-        """Rows, in whose fields of moments and master are offsets, and hypers."""
+        """Rows, in whose fields of moments and master are offsets, and hypers.
+
+        Raises:
+            ShardoptError: a stretch is not what it says, which the host kernel does not need and a device's does.
+        """
         self._seed = seed
+        _refuse_mixtures(rows, offset, stretches)
         made = rows.copy()
         for name in _OFFSETS:
             made[name] = offset
@@ -85,3 +92,31 @@ class HostKernel:
                 for one in stretches
             ],
         )
+
+
+def _refuse_mixtures(rows: Table, offset: NDArray[np.int64], stretches: Sequence[Stretch]) -> None:
+    blocks = np.concatenate([[0], np.cumsum(-(-rows["numel"] // BLOCK))])
+    end = 0
+    for one in stretches:
+        some, kind = rows[one.first : one.end], one.kind
+        addresses = some["param"] | some["grad"]
+        fits = (
+            one.first == end < one.end
+            and (one.first_block, one.end_block) == (blocks[one.first], blocks[one.end])
+            and all(
+                (some[name] == code).all()
+                for name, code in (
+                    ("param_dtype", kind.param_dtype),
+                    ("grad_dtype", kind.grad_dtype),
+                    ("moment_dtype", kind.moment_dtype),
+                    ("master_kind", kind.master_kind),
+                )
+            )
+        )
+        is_aligned = not (addresses % ALIGNED_BYTES).any()
+        is_aligned &= not (offset[one.first : one.end] % ALIGNED_ELEMENTS).any()
+        if not fits or kind.aligned != is_aligned:
+            raise ShardoptError(f"rows {one.first} to {one.end} are not of {kind}, aligned {is_aligned}")
+        end = one.end
+    if end != len(rows):
+        raise ShardoptError(f"{len(rows)} rows are to be stepped, and stretches end at {end}")

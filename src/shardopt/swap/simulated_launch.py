@@ -80,10 +80,16 @@ class HostLaunch:
     def _refuse_garbage(self, rows: np.ndarray) -> None:
         """Memory that is none must not be touched: a real device would end the process."""
         for field, tensors in (("param", self.params), ("grad", self.grads)):
-            ends = {start: start + one.nbytes for one in tensors if (start := one.data_ptr())}
+            ends = {start: start + _reach(one) for one in tensors if (start := one.data_ptr())}
             inside = [any(start <= at < end for start, end in ends.items()) for at in rows[field].tolist()]
             if not all(inside):
                 raise ShardoptError(f"{self.name}: rows say {field} is where none is; the table is not what it was")
         most = min(entry.numel() for entry in self.entries.values())
         if (rows["numel"] < 0).any() or (rows["exp_avg"] < 0).any() or (rows["exp_avg"] + rows["numel"] > most).any():
             raise ShardoptError(f"{self.name}: rows go beyond the slot; the table is not what it was")
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes from the first element to behind the last one, gaps included."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0

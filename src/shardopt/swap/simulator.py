@@ -58,6 +58,7 @@ class _Record:
     """One recording of an event: where it is queued, and whether the stream has come to it."""
 
     stream: str
+    after: str
     clock: dict[str, int]
     is_done: bool = False
 
@@ -82,7 +83,8 @@ class SimBackend:
     queries and synchronisations. ``races`` are the accesses to the same bytes that this leaves in no order. Which they
     are does not depend on chance, but for queries, whose answer does.
 
-    Memory must stay alive while the simulator does: it knows bytes by their addresses.
+    Where a launch raises, whichever call lets it run does, and later ones that need the device: it has failed, as a
+    real one would. Memory must stay alive while the simulator does: it knows bytes by their addresses.
 
     Args:
         seed: of all that is left to chance.
@@ -116,6 +118,7 @@ class SimBackend:
         self._last: dict[str, str] = {}
         self._bytes = Bytes()
         self._kept: list[Tensor] = []
+        self._failure: Exception | None = None
         self.races: list[Race] = []
         self.counts = Counts()
         self.current = 0
@@ -173,7 +176,7 @@ class SimBackend:
         """Makes the event stand for all that the stream was given so far."""
         self._idle()
         thread = self._thread(stream)
-        record = _Record(thread, self._now(thread))
+        record = _Record(thread, self._last.get(thread, "nothing"), self._now(thread))
         event.last = record
         self._queues[thread].append(_Operation(deque([lambda: setattr(record, "is_done", True)])))
 
@@ -187,8 +190,10 @@ class SimBackend:
             self.log.append(f"{stream.name} for an event that was never recorded")
             return
         thread = self._thread(stream)
-        self.log.append(f"{thread} for {record.stream} after {self._last.get(record.stream, 'nothing')}")
+        self.log.append(f"{thread} for {record.stream} after {record.after}")
         if number == self._drop_wait:
+            # Chance favours what the wait was there against.
+            self._weights[thread], self._weights[record.stream] = _WEIGHTS[-1], _WEIGHTS[0]
             return
         self._queues[thread].append(_Operation(waits_for=record))
         _join(self._clocks[thread], record.clock)
@@ -291,8 +296,7 @@ class SimBackend:
                 # Meta tensors have no memory, and no races.
                 if start:
                     self._kept.append(tensor)
-                    end = start + tensor.numel() * tensor.element_size()
-                    self.races += self._bytes.touch(start, end, access, now)
+                    self.races += self._bytes.touch(start, start + _reach(tensor), access, now)
 
     def _idle(self) -> None:
         """The device works while the host goes on."""
@@ -309,20 +313,31 @@ class SimBackend:
 
     def _do_one(self, thread: str | None) -> None:
         """Does one piece of what heads a queue: of the given one, or of any that may go on."""
+        if self._failure is not None:
+            raise RuntimeError("the device has failed, and does nothing more") from self._failure
         if thread is None:
+            # There is one: waits are for records that were queued before them.
             names = self._runnable()
-            if not names:
-                raise RuntimeError("no stream can go on: each waits for what another has not come to")
             thread = self._random.choices(names, [self._weights[name] for name in names])[0]
         queue = self._queues[thread]
         if queue[0].pieces:
-            queue[0].pieces.popleft()()
+            try:
+                queue[0].pieces.popleft()()
+            except Exception as error:
+                self._failure = error
+                raise
         if not queue[0].pieces:
             queue.popleft()
 
 
 def _blocked(operation: _Operation) -> bool:
     return operation.waits_for is not None and not operation.waits_for.is_done
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes from the first element to behind the last one; gaps between rows count as touched."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def _join(clock: dict[str, int], other: dict[str, int]) -> None:

@@ -55,7 +55,7 @@ class _Mapping(mmap.mmap):
     process = 0
 
     def __del__(self) -> None:
-        # The CUDA runtime must let go of the pages before they are unmapped. At the interpreter's end it does so itself.
+        # CUDA must let go of the pages before they are unmapped. At the interpreter's end it does so itself.
         if not self.registered or sys.is_finalizing():
             return
         if self.process != os.getpid():
@@ -146,7 +146,7 @@ class Slabs:
         """Locks the slab's pages for CUDA; where that fails, warns once and goes on without."""
         why = "torch finds no CUDA device"
         if torch.cuda.is_available():
-            # Before the driver takes hold of the pages: a fork would copy all that is pinned, or leave the copies to and
+            # Before the driver takes hold of the pages: a fork would copy all that is pinned, or leave copies to and
             # from the device with pages that are the child's from then on.
             if hasattr(mmap, "MADV_DONTFORK"):
                 mapping.madvise(mmap.MADV_DONTFORK)

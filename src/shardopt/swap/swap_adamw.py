@@ -25,13 +25,16 @@ _CHUNK_BYTES = 16 << 20
 
 
 class SwapAdamW(torch.optim.Optimizer, TakesShards):
-    """AdamW for parameters on the host, DTensors or plain tensors, in float32 or bfloat16.
+    """AdamW whose state is on the host, for DTensors or plain tensors, in float32 or bfloat16.
 
-    One pass over memory per step, in C++, with the same bits on every CPU, for any number of threads and of ranks. Its
-    state is made with it, in memory of exactly that size, and stays there: steps and loads write into it and make no
-    other. ``state`` holds it under the names of ``torch.optim.AdamW``, as DTensors placed like their parameters, so
-    the two load each other's state. Alone, a step that raises on one rank says nothing to the others; inside a
-    ``ShardedStateOptimizer`` all ranks step or none. Make it after ``fully_shard``.
+    Parameters on the host are updated in one pass over memory per step, in C++. For parameters on a GPU, chunks of
+    state stream through a few slots of device memory, where a Triton kernel steps them; no part of that has run on a
+    GPU yet. The bits are the same on every CPU, for any number of threads and of ranks, and on a device.
+
+    The state is made with the optimizer, in memory of exactly that size, and stays there: steps and loads write into
+    it and make no other. ``state`` holds it under the names of ``torch.optim.AdamW``, as DTensors placed like their
+    parameters, so the two load each other's state. Alone, a step that raises on one rank says nothing to the others;
+    inside a ``ShardedStateOptimizer`` all ranks step or none. Make it after ``fully_shard``.
 
     Args:
         params: as of any torch optimizer.
@@ -45,16 +48,16 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
             however small the change; the random bits depend on the seed, the step, the parameter and the element.
         master: of bfloat16 parameters: ``"fp32"`` for their values in float32, ``"remainder16"`` for what bfloat16
             lacks of them in 16 bits, exactly; None rounds every step to the nearest bfloat16.
-        pin_memory: whether the slabs are registered with CUDA. ``"auto"`` registers what is copied to a device,
-            which is nothing of parameters on the host.
-        chunk_bytes: for parameters on a GPU, which this version refuses.
-        device_budget_bytes: the same.
+        pin_memory: whether the slabs are registered with CUDA. ``"auto"`` registers them where parameters are on a GPU.
+        chunk_bytes: of state that is copied to a GPU at a time, at most; of no account on the host.
+        device_budget_bytes: of GPU memory for state that stays there, besides three chunks and some tables.
         seed: of the random bits; the same on every rank, and in every run that continues this one.
         num_threads: at most so many step; None takes the CPUs that this process may use, shared among the ranks of
             this machine (``LOCAL_WORLD_SIZE``). ``OMP_NUM_THREADS`` has no say.
 
     Raises:
-        PlacementError: a parameter is not on the host, or not of a kind that can be updated; all are listed.
+        PlacementError: parameters are on different devices, or not of a kind that can be updated; all are listed.
+        ImportError: parameters are on a GPU, and triton cannot be imported.
         ValueError, TypeError: an option is out of range.
     """
 

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.swap.device_rows import BLOCK, DEVICE_HYPER, ROW_FIELDS, Kind
+from shardopt.swap.device_rows import ALIGNED_BYTES, BLOCK, DEVICE_HYPER, ROW_FIELDS, Kind
 from shardopt.swap.kernel_rows import DtypeCode, MasterKind
 
 __all__ = ["launch_adamw", "require_triton"]
 
+_WARP_THREADS = 32
 _BODY = "shardopt.swap.triton_body"
+_SLOT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 _DTYPES = {DtypeCode.FP32: torch.float32, DtypeCode.BF16: torch.bfloat16}
 _MASTERS = {MasterKind.FP32: torch.float32, MasterKind.REMAINDER16: torch.int16}
 
@@ -68,41 +70,24 @@ def launch_adamw(
         ImportError: triton cannot be imported.
         ValueError: a tensor is not what the kind asks for; all of them are named.
     """
-    moment = _DTYPES[kind.moment_dtype]
-    slot = (exp_avg.numel(),)
-    problems = [
-        *_problems("rows", rows, torch.int64, (None, len(ROW_FIELDS)), exp_avg.device),
-        *_problems("blocks", blocks, torch.int32, (None, 2), exp_avg.device),
-        *_problems("hypers", hypers, torch.float32, (None, len(DEVICE_HYPER)), exp_avg.device),
-        *_problems("scalars", scalars, torch.float32, (2,), exp_avg.device),
-        *_problems("exp_avg", exp_avg, moment, slot, exp_avg.device),
-        *_problems("exp_avg_sq", exp_avg_sq, moment, slot, exp_avg.device),
-        *_problems("max_exp_avg_sq", max_exp_avg_sq, moment if kind.amsgrad else None, slot, exp_avg.device),
-        *_problems("master", master, _MASTERS.get(kind.master_kind), slot, exp_avg.device),
-    ]
-    if not 0 <= num_blocks <= len(blocks):
-        problems.append(f"num_blocks is {num_blocks}; blocks has {len(blocks)} rows")
-    if problems:
-        raise ValueError(f"nothing was launched for {kind}:\n  " + "\n  ".join(problems))
+    given = {
+        "rows": rows,
+        "blocks": blocks,
+        "hypers": hypers,
+        "scalars": scalars,
+        "exp_avg": exp_avg,
+        "exp_avg_sq": exp_avg_sq,
+        "max_exp_avg_sq": max_exp_avg_sq,
+        "master": master,
+    }
+    _refuse(kind, given, exp_avg, num_blocks)
     kernel = _body().adamw_chunk
-    if num_blocks == 0:
-        return
-    with torch.cuda.device_of(exp_avg):
-        kernel[(num_blocks,)](
-            rows,
-            blocks,
-            hypers,
-            scalars,
-            exp_avg,
-            exp_avg_sq,
-            max_exp_avg_sq,
-            master,
-            **constants_of(kind),
-            **options_of(kind),
-        )
+    if num_blocks > 0:
+        with torch.cuda.device_of(exp_avg):
+            kernel[(num_blocks,)](**given, **_constants(kind), **_options(kind))
 
 
-def constants_of(kind: Kind) -> dict[str, bool | int]:
+def _constants(kind: Kind) -> dict[str, bool | int]:
     """What the kernel is compiled with."""
     return {
         "PARAM_BF16": kind.param_dtype == DtypeCode.BF16,
@@ -116,15 +101,20 @@ def constants_of(kind: Kind) -> dict[str, bool | int]:
     }
 
 
-def options_of(kind: Kind) -> dict[str, bool | int]:
+def _options(kind: Kind) -> dict[str, bool | int]:
     """How the kernel is compiled.
 
     A thread has as many consecutive elements as fill 128 bits of the widest stream, so that all streams of a kind have
-    one layout: four where something is fp32, and eight where everything is of 16 bits.
+    one layout: four where something is fp32, and eight where everything is of 16 bits. It may have as many registers as
+    leave room for 4,096 elements on a multiprocessor; left alone, ptxas makes room for more and spills in some kinds.
     """
     dtypes = (kind.param_dtype, kind.grad_dtype, kind.moment_dtype)
     narrow = DtypeCode.FP32 not in dtypes and kind.master_kind != MasterKind.FP32
-    return {"num_warps": BLOCK // 32 // (8 if narrow else 4), "enable_fp_fusion": False}
+    return {
+        "num_warps": BLOCK // _WARP_THREADS // (8 if narrow else 4),
+        "maxnreg": 128 if narrow else 64,
+        "enable_fp_fusion": False,
+    }
 
 
 def _body() -> Any:
@@ -138,22 +128,52 @@ def _body() -> Any:
         ) from error
 
 
-def _problems(
+def _refuse(kind: Kind, given: dict[str, Tensor | None], slot: Tensor, num_blocks: int) -> None:
+    """Raise what is wrong with the arguments of a launch, if anything."""
+    moment, slot_shape = _DTYPES[kind.moment_dtype], (slot.numel(),)
+    asked: dict[str, tuple[torch.dtype | None, tuple[int | None, ...]]] = {
+        "rows": (torch.int64, (None, len(ROW_FIELDS))),
+        "blocks": (torch.int32, (None, 2)),
+        "hypers": (torch.float32, (None, len(DEVICE_HYPER))),
+        "scalars": (torch.float32, (2,)),
+        "exp_avg": (moment, slot_shape),
+        "exp_avg_sq": (moment, slot_shape),
+        "max_exp_avg_sq": (moment if kind.amsgrad else None, slot_shape),
+        "master": (_MASTERS.get(kind.master_kind), slot_shape),
+    }
+    problems = [
+        problem
+        for name, (dtype, shape) in asked.items()
+        if (problem := _problem(name, given[name], dtype, shape, slot.device)) is not None
+    ]
+    if kind.aligned:
+        problems += [
+            f"{name} is at address {tensor.data_ptr()}; for an aligned kind it must be a multiple of {ALIGNED_BYTES}"
+            for name in _SLOT
+            if (tensor := given[name]) is not None and tensor.data_ptr() % ALIGNED_BYTES
+        ]
+    blocks = given["blocks"]
+    if blocks is not None and not 0 <= num_blocks <= len(blocks):
+        problems.append(f"num_blocks is {num_blocks}; it must be 0 to {len(blocks)}, the length of blocks")
+    if problems:
+        raise ValueError(f"nothing was launched for {kind}:\n  " + "\n  ".join(problems))
+
+
+def _problem(
     name: str, tensor: Tensor | None, dtype: torch.dtype | None, shape: tuple[int | None, ...], device: torch.device
-) -> list[str]:
-    """What is wrong with a tensor, if anything; None of ``dtype`` asks for None, None in ``shape`` is any length."""
-    if dtype is None or tensor is None:
-        asked = "not None" if dtype is None else None if tensor is not None else f"None; it must be {dtype}"
-        if dtype is None:
-            return [] if tensor is None else [f"{name} is {asked}; this kind has none"]
-        return [f"{name} is {asked}"]
+) -> str | None:
+    """What is wrong with a tensor, if anything; without a ``dtype`` there must be none, None in ``shape`` is any."""
+    if dtype is None:
+        return None if tensor is None else f"{name} is a tensor of {tensor.dtype}; for this kind it must be None"
+    if tensor is None:
+        return f"{name} is None; it must be a tensor of {dtype}"
     fits = tensor.dim() == len(shape) and all(
         want in (None, got) for want, got in zip(shape, tensor.shape, strict=True)
     )
     if fits and tensor.dtype == dtype and tensor.is_contiguous() and tensor.device == device:
-        return []
-    told = "x".join("any" if want is None else str(want) for want in shape)
-    return [
-        f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()} on {tensor.device}; "
-        f"it must be {dtype}, contiguous, of shape {told} and on {device}"
-    ]
+        return None
+    told = " x ".join("any" if want is None else str(want) for want in shape)
+    return (
+        f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}; "
+        f"it must be {dtype}, contiguous, of shape {told}, on {device}"
+    )

@@ -217,7 +217,7 @@ def test_a_chunk_that_the_metadata_does_not_list_is_noticed(tmp_path: Path, save
     assert problem == "model.body.weight: some of its elements are not in the checkpoint, or not as its metadata says."
 
 
-def test_what_a_pickle_would_run_is_not_run(tmp_path: Path) -> None:
+def test_what_a_pickle_would_run_is_not_run_S2(tmp_path: Path) -> None:
     state = {"nested": {"path": Path("x"), "number": 1}}
     with pytest.warns(UserWarning, match="single process"):
         dcp.save(state, checkpoint_id=tmp_path)

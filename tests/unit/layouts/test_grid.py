@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from shardopt.geometry import Box
 from shardopt.layouts.codec import Form
-from shardopt.layouts.grid import Grid, flat_range
+from shardopt.layouts.grid import Grid, common_block, flat_range
 from shardopt.layouts.quantised import Piece, Stored, apart, looked_up, together, unpacked, values_of
 
 
@@ -100,3 +101,50 @@ def test_pairs_come_apart_wherever_they_are_asked_for(given: tuple[tuple[int, ..
     assert torch.equal(apart(packed, 2), codes.reshape(-1))
     cells = grid.covering(box)
     assert torch.equal(unpacked(grid, cells, part(packed, cells), box), part(codes, box))
+
+
+@given(boxes(), st.data())
+def test_blocks_of_the_common_length_lie_within_one_block_each(
+    given: tuple[tuple[int, ...], Box], data: st.DataObject
+) -> None:
+    shape, box = given
+    # The parameter cut in two along a dim, each part with blocks of its own; any box of it.
+    dim = data.draw(st.integers(0, max(0, len(shape) - 1)))
+    frames = [Box.whole(shape)]
+    if shape:
+        cut = data.draw(st.integers(0, shape[dim]))
+        first = [*shape[:dim], cut, *shape[dim + 1 :]]
+        rest = [*shape[:dim], shape[dim] - cut, *shape[dim + 1 :]]
+        start = tuple(cut if one == dim else 0 for one in range(len(shape)))
+        frames = [Box((0,) * len(shape), tuple(first)), Box(start, tuple(rest))]
+    framed = [(frame, data.draw(st.integers(1, 12))) for frame in frames if frame.volume]
+    owner = torch.full(shape, -1)
+    for number, (frame, block) in enumerate(framed):
+        own = (torch.arange(frame.volume) // block).view(frame.size) + 1000 * number
+        part(owner, frame).copy_(own)
+    touching = [(frame, block) for frame, block in framed if frame.intersect(box) is not None]
+    common = common_block(shape, box, touching)
+    if not box.volume:
+        assert common == 1
+        return
+    assert box.volume % common == 0
+    blocks = part(owner, box).reshape(-1, common)
+    assert bool((blocks == blocks[:, :1]).all())
+
+
+@pytest.mark.parametrize(
+    ("shape", "box", "framed", "expected"),
+    [
+        ((16, 24), Box((4, 0), (4, 24)), [(Box((0, 0), (8, 24)), 96)], 96),  # a half of whole blocks
+        ((16, 24), Box((0, 0), (16, 24)), [(Box((0, 0), (8, 24)), 96), (Box((8, 0), (8, 24)), 64)], 32),
+        ((16, 24), Box((0, 12), (16, 12)), [(Box((0, 0), (16, 24)), 8)], 4),  # a block ends within the row
+        ((101,), Box((26,), (26,)), [(Box((0,), (51,)), 17), (Box((51,), (50,)), 10)], 1),
+        ((9, 8), Box((0, 0), (3, 8)), [(Box((0, 0), (3, 8)), 24)], 24),  # the same shard
+        ((8, 9), Box((0, 3), (8, 3)), [(Box((0, 3), (8, 3)), 24)], 24),  # which need be no run
+        ((), Box((), ()), [(Box((), ()), 1)], 1),
+    ],
+)
+def test_the_common_length_is_as_great_as_can_be(
+    shape: tuple[int, ...], box: Box, framed: list[tuple[Box, int]], expected: int
+) -> None:
+    assert common_block(shape, box, framed) == expected

@@ -189,7 +189,7 @@ def test_every_manifest_comes_back(written: Manifest) -> None:
     ],
     ids=range(16),
 )
-def test_what_is_no_manifest_of_this_format_is_named(data: bytes, message: str) -> None:
+def test_what_is_no_manifest_of_this_format_is_named_F17(data: bytes, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         read_manifest(data)
 

@@ -150,7 +150,7 @@ def test_every_problem_is_listed(tmp_path: Path) -> None:
     assert [problem.split()[0] for problem in problems] == ["vector:", "matrix:", "optim.state.scalar.step"]
 
 
-def test_a_pickle_is_never_run(tmp_path: Path) -> None:
+def test_a_pickle_is_never_run_S2(tmp_path: Path) -> None:
     plain, model = trained()
     ran = tmp_path / "ran"
     for where in ("group", "members", "state"):

@@ -199,4 +199,4 @@ def test_a_report_lists_problems_and_cuts_long_lists_with_their_count() -> None:
     )
     assert text.endswith("  - p19\n  - and 3 more")
     assert "(1 problem);" in Report(problems=["p"]).summary()
-    assert str(Report(notes=["n"], restored=["k", "l"])) == "2 entries to restore\nnote: n"
+    assert str(Report(notes=["n"], restored=["k", "l"])) == "2 entries to restore on this rank\nnote: n"

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from shardopt import ShardedStateOptimizer, ShardoptError, SwapAdamW
+from shardopt.swap import device_engine
+from shardopt.swap.ring import Ring
 from shardopt.swap.simulator import SimBackend
 from tests.unit.swap.device_cases import BF16, everything, give_gradients, on_device, parameters
 from tests.unit.swap.swap_cases import same_bits
@@ -148,6 +150,9 @@ def test_a_scalers_scale_and_verdict_stay_on_the_device(skips: tuple[int, ...]) 
             for one in (optimizer, other):
                 one.grad_scale, one.found_inf = torch.tensor(512.0), torch.tensor(float(number in skips))
             step_both(params, optimizer, twins, other, number)
+            # The verdict is of the parameters in the order that they had.
+            for one in (optimizer, other):
+                one.param_groups.reverse()
         assert same_bits(everything(params, optimizer), everything(twins, other))
         assert backend.races == []
 
@@ -256,6 +261,38 @@ def test_a_launch_that_fails_poisons_until_a_good_load(monkeypatch: pytest.Monke
     optimizer.load_state_dict(saved)
     step_both(params, optimizer, twins, other, 1)
     assert same_bits(everything(params, optimizer), everything(twins, other))
+
+
+def test_a_group_for_which_there_is_no_room_leaves_the_optimizer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, optimizer, twins, other, backend = pair(0, device_budget_bytes=40_000)
+    step_both(params, optimizer, twins, other, 0)
+    engine, found = optimizer._engine, []
+
+    def full(*args: Any, **options: Any) -> Any:
+        # The old one has given its memory back by now.
+        found.append(engine._ring)
+        monkeypatch.setattr(device_engine, "Ring", Ring)
+        raise MemoryError("the device is full")
+
+    monkeypatch.setattr(device_engine, "Ring", full)
+    with pytest.raises(MemoryError, match="the device is full"):
+        optimizer.add_param_group({"params": parameters([(9, 300)])})
+    assert found == [None]
+    assert len(optimizer.param_groups) == 2
+    step_both(params, optimizer, twins, other, 1)
+    assert same_bits(everything(params, optimizer), everything(twins, other))
+    assert backend.races == []
+
+
+def test_parameters_that_begin_anywhere_in_memory_are_stepped_without_wide_accesses() -> None:
+    backend = SimBackend()
+    params = [nn.Parameter(torch.ones(3001)[1:]), nn.Parameter(torch.ones(65, 65)[:, 1:])]
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    optimizer, other = on_device(params, backend, lr=0.05), SwapAdamW(twins, lr=0.05)
+    for number in range(3):
+        step_both(params, optimizer, twins, other, number)
+    assert same_bits(everything(params, optimizer), everything(twins, other))
+    assert backend.races == []
 
 
 def test_options_that_a_device_cannot_keep_are_refused_before_anything_is_made() -> None:

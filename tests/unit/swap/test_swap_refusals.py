@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -70,15 +71,32 @@ def test_parameters_in_each_others_memory_are_refused_when_they_are_given() -> N
     assert moved(torch.cat([half.detach() for half in halves]))
 
 
-def test_parameters_on_a_device_are_refused_with_the_way_out_F13(monkeypatch: pytest.MonkeyPatch) -> None:
+def elsewhere(kind: str) -> Tensor:
+    """A parameter that says it is on a device."""
+
     class Elsewhere(Tensor):
         @property
         def device(self) -> torch.device:  # type: ignore[override]
-            return torch.device("cuda", 0)
+            return torch.device(kind, 0)
 
-    bad = torch.ones(3).as_subclass(Elsewhere).requires_grad_()
-    with pytest.raises(PlacementError, match=r"it is on cuda:0; this version .*CPUOffloadPolicy"):
-        SwapAdamW([bad], device_budget_bytes=1 << 30)
+    return torch.ones(3).as_subclass(Elsewhere).requires_grad_()
+
+
+def test_parameters_on_different_devices_are_refused_with_the_way_out_F10_F13() -> None:
+    with pytest.raises(PlacementError, match=r"it is on cuda:0, and this optimizer's parameters are on cpu; make one"):
+        SwapAdamW([ones(3), elsewhere("cuda")])
+
+
+def test_a_device_that_is_not_known_is_refused_with_the_way_out_F13() -> None:
+    with pytest.raises(PlacementError, match=r"cannot update parameters on xpu:0: .*CPUOffloadPolicy"):
+        SwapAdamW([elsewhere("xpu")])
+
+
+def test_a_gpu_without_triton_is_refused_when_the_optimizer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "shardopt.swap.triton_body", raising=False)
+    with pytest.raises(ImportError, match=r"triton cannot be imported .*pip install 'shardopt\[triton\]'"):
+        SwapAdamW([elsewhere("cuda")])
 
 
 def test_all_parameters_that_cannot_be_updated_are_in_one_error(mesh: DeviceMesh) -> None:

@@ -93,6 +93,9 @@ class _BitsAndBytes(Codec):
     def constants(self, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
         return ("name2qmap",)
 
+    def quantises(self, optimizer: torch.optim.Optimizer) -> bool:
+        return vars(optimizer)["args"].optim_bits == 8
+
     def is_elementwise(self, optimizer: torch.optim.Optimizer) -> bool:
         return vars(optimizer)["optimizer_name"] not in _NOT_ELEMENTWISE and not vars(optimizer)["args"].max_unorm
 

@@ -1,0 +1,1 @@
+"""The parts of benchmarks/scale.py: what is measured, and models that are fitted to it."""

@@ -1,0 +1,1 @@
+"""The wrapper inside of other people's training loops."""

@@ -1,0 +1,124 @@
+"""The soak draws the same from the same numbers, compares to the bit, and tells its own faults from shardopt's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.soaking.driving import Failure, Whole, _is_of_soak, assembled, differences
+from benchmarks.soaking.episode import FAULTS, LAYOUTS, draw
+from benchmarks.soaking.rules import RULES
+from benchmarks.soaking.training import Held, Part, Training
+
+MANY = 20 * len(RULES)
+
+
+def test_an_episode_is_the_same_again_and_others_are_not() -> None:
+    assert draw(3, 7) == draw(3, 7)
+    assert draw(3, 7) != draw(3, 8)
+    assert draw(3, 7) != draw(4, 7)
+
+
+def test_every_rule_has_its_turn_in_every_round() -> None:
+    names = [draw(5, number).rule for number in range(2 * len(RULES))]
+    assert set(names[: len(RULES)]) == set(names[len(RULES) :]) == set(RULES)
+
+
+def test_every_layout_fault_kill_and_way_is_drawn() -> None:
+    legs = [leg for number in range(MANY) for leg in draw(0, number).legs]
+    assert {leg.layout for leg in legs} == set(LAYOUTS)
+    faults = {(fault.operation, fault.where) for leg in legs for fault in leg.faults}
+    assert faults == {(operation, where) for operation, places in FAULTS.items() for where in places}
+    assert {leg.kill for leg in legs} == {"", "step", "save collect", "save write", "save finish"}
+    assert {leg.load for leg in legs} == {"dcp", "shardopt", "dict", "path"}
+    assert {leg.save for leg in legs} == {"dcp", "shardopt", "over", "async"}
+    assert {cell.kind for number in range(MANY) for cell in draw(0, number).cells} == {
+        "trained",
+        "late",
+        "frozen",
+        "idle",
+        "plain",
+    }
+
+
+def test_gradients_depend_on_the_step_and_the_weights_alone() -> None:
+    episode = draw(1, 2)
+    one, other = (Training(episode, None, "start") for _ in range(2))
+    one.give_gradients(4)
+    other.give_gradients(4)
+    name = next(name for name, param in one.params.items() if param.grad is not None)
+    first, second = one.params[name].grad, other.params[name].grad
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second)
+    with torch.no_grad():
+        other.params[name].add_(1)
+    other.give_gradients(4)
+    moved = other.params[name].grad
+    assert moved is not None
+    assert not torch.equal(first, moved)
+
+
+def part(index: list[int], values: list[float]) -> Part:
+    return Part(shape=(4,), index=torch.tensor(index), values=torch.tensor(values))
+
+
+def held(**parts: Part) -> Held:
+    return Held(1, dict(parts), {"w/step": "1"}, {"w": 2})
+
+
+def test_parts_are_put_together() -> None:
+    whole = assembled([held(w=part([0, 1], [1.0, 2.0])), held(w=part([2, 3], [3.0, 4.0]))])
+    assert whole.tensors["w"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert whole.counts == {"w": [2, 2]}
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (held(w=part([2], [3.0])), "no rank holds element 3"),
+        (held(w=part([1, 2, 3], [2.5, 3.0, 4.0])), "differs from its replica"),
+        (replace(held(w=part([2, 3], [3.0, 4.0])), values={"w/step": "2"}), "rank 1 holds 2, another 1"),
+        (held(w=Part(shape=(4,), index=torch.tensor([2, 3]), values=torch.zeros(2).double())), "float64 on rank 1"),
+    ],
+)
+def test_ranks_that_contradict_each_other_are_a_difference(other: Held, said: str) -> None:
+    with pytest.raises(Failure, match=said) as caught:
+        assembled([held(w=part([0, 1], [1.0, 2.0])), other])
+    assert caught.value.kind == "difference"
+
+
+def whole(*values: float, dtype: torch.dtype = torch.float32, **more: str) -> Whole:
+    return Whole(tensors={"w/exp_avg": torch.tensor(values, dtype=dtype)}, values=more)
+
+
+@pytest.mark.parametrize(
+    ("got", "said"),
+    [
+        (whole(1.0, -0.0), "w/exp_avg: 1 of 2 elements differ"),
+        (whole(1.0, 0.0, dtype=torch.float64), "float64, expected torch.float32"),
+        (Whole(), "w/exp_avg: missing"),
+        (whole(1.0, 0.0, step="1"), "step: 1, expected None"),
+    ],
+)
+def test_a_difference_of_one_bit_type_or_key_is_found(got: Whole, said: str) -> None:
+    want = whole(1.0, 0.0)
+    assert list(differences(want, want, set())) == []
+    assert [said in item for item in differences(got, want, set())] == [True]
+
+
+def test_roundings_are_allowed_where_they_may_be_and_no_further() -> None:
+    want = whole(1.0, 0.0)
+    near, far = whole(1.0 + 2**-23, 0.0), whole(1.0 + 2**-16, 0.0)
+    assert list(differences(near, want, {"w"})) == []
+    assert len(list(differences(near, want, {"v"}))) == 1
+    assert len(list(differences(far, want, {"w"}))) == 1
+
+
+def test_an_error_of_the_soak_is_told_from_one_of_shardopt() -> None:
+    of_soak = 'File "/x/benchmarks/soaking/leg.py", line 1\n  File "/x/torch/nn.py", line 2\nTypeError'
+    assert _is_of_soak(of_soak)
+    assert not _is_of_soak(of_soak.replace("/x/torch/nn.py", "/x/src/shardopt/optimizer.py"))
+    assert _is_of_soak('File "/x/src/shardopt/optimizer.py", line 1\n' + of_soak)
