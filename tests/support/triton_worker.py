@@ -185,7 +185,7 @@ def _step(step: Step) -> tuple[Chunk, Kind]:
     }
     sent = {name: torch.from_numpy(table).clone() for name, table in tables.items()}
     slot = {name: tensors[name].view(chunk.like.named()[name].dtype) for name in SLOT if name in tensors}
-    launch_adamw(kind, **sent, **slot, num_blocks=len(blocks))
+    launch_adamw(kind, **sent, **slot, num_blocks=int((-(-rows["numel"] // BLOCK)).sum()))
     changed = [name for name, table in tables.items() if not np.array_equal(sent[name].numpy(), table, equal_nan=True)]
     assert not changed, f"the launch wrote to its tables: {changed}"
     return replace(chunk, tensors={name: bits_of(tensor) for name, tensor in tensors.items()}), kind

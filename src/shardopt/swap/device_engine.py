@@ -87,8 +87,7 @@ class DeviceEngine(Engine):
         return new
 
     def _make_ring(self, state: DeviceState) -> Ring:
-        num_rows, numel = len(state.rows), int(state.rows["numel"].sum())
-        room = table_room([*self._kernel.room(num_rows, numel, len(state.members)), *(16, 8)])
+        room = table_room([*self._kernel.room(len(state.rows), len(state.members)), *(16, 8)])
         return Ring(self.backend, state.chunks, table_bytes=room, budget_bytes=self._budget_bytes)
 
     def index(self, groups: Groups) -> None:

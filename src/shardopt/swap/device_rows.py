@@ -180,12 +180,14 @@ def device_hypers(hypers: Table) -> NDArray[np.float32]:
     return made
 
 
-def device_blocks(numel: NDArray[np.int64]) -> NDArray[np.int32]:  # [num_rows] -> [num_blocks, 2]
-    """Which part of which row each program of a launch steps: (row, first element // BLOCK), in order."""
+def device_blocks(numel: NDArray[np.int64]) -> NDArray[np.int32]:  # [num_rows] -> [num_rows, 2]
+    """Where a launch's programs find their row: (programs of the rows before it, its own first block), in order.
+
+    A program looks its row up, so that the table grows with the rows and not with their elements.
+    """
     counts = -(-numel // BLOCK)
-    row = np.repeat(np.arange(len(numel)), counts)
     before = np.cumsum(counts) - counts
-    return np.stack([row, np.arange(len(row)) - before[row]], axis=1).astype(np.int32)
+    return np.stack([before, np.zeros_like(before)], axis=1).astype(np.int32)
 
 
 def device_scalars(grad_scale: float, *, skip: bool = False) -> NDArray[np.float32]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from shardopt.swap.backend import Launch
 from shardopt.swap.device_rows import (
-    BLOCK,
     DEVICE_HYPER,
     DEVICE_ROW,
     Kind,
@@ -56,8 +55,8 @@ class Stretch:
 class DeviceKernel(Protocol):
     """A kernel for rows on a device."""
 
-    def room(self, num_rows: int, numel: int, num_hypers: int) -> list[int]:
-        """The bytes of each table, at most, of so many rows, of so many elements together, and so many hypers."""
+    def room(self, num_rows: int, num_hypers: int) -> list[int]:
+        """The bytes of each table, at most, of so many rows and so many hypers."""
         ...
 
     def tables(
@@ -92,9 +91,9 @@ class DeviceKernel(Protocol):
 class TritonKernel:
     """The Triton kernel of triton_kernel.py. It has not run on a GPU."""
 
-    def room(self, num_rows: int, numel: int, num_hypers: int) -> list[int]:
+    def room(self, num_rows: int, num_hypers: int) -> list[int]:
         """Bytes of rows, blocks and hypers."""
-        return [num_rows * DEVICE_ROW.itemsize, (num_rows + numel // BLOCK) * 8, num_hypers * len(DEVICE_HYPER) * 4]
+        return [num_rows * DEVICE_ROW.itemsize, num_rows * 8, num_hypers * len(DEVICE_HYPER) * 4]
 
     def tables(
         self, rows: Table, offset: NDArray[np.int64], stretches: Sequence[Stretch], hypers: Table, seed: int
@@ -144,8 +143,8 @@ class TritonLaunch:
         for one in self.stretches:
             launch_adamw(
                 one.kind,
-                rows=rows,
-                blocks=blocks[one.first_block : one.end_block],
+                rows=rows[one.first : one.end],
+                blocks=blocks[one.first : one.end],
                 hypers=hypers,
                 scalars=self.scalars,
                 exp_avg=self.entries[MOMENTS[0]],

@@ -52,7 +52,7 @@ class HostKernel:
     def __init__(self) -> None:
         self._seed = 0
 
-    def room(self, num_rows: int, numel: int, num_hypers: int) -> list[int]:
+    def room(self, num_rows: int, num_hypers: int) -> list[int]:
         """Bytes of rows and hypers."""
         return [num_rows * ROW.itemsize, num_hypers * HYPER.itemsize]
 

@@ -266,7 +266,7 @@ def _step(
 _POINTERS = ("rows", "blocks", "hypers", "scalars", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 
 
-@triton.jit(do_not_specialize_on_alignment=_POINTERS)
+@triton.jit(do_not_specialize=("num_rows",), do_not_specialize_on_alignment=_POINTERS)
 def adamw_chunk(
     rows: tl.tensor,
     blocks: tl.tensor,
@@ -276,6 +276,7 @@ def adamw_chunk(
     exp_avg_sq: tl.tensor,
     max_exp_avg_sq: tl.tensor | None,
     master: tl.tensor | None,
+    num_rows: int,
     PARAM_BF16: tl.constexpr,
     GRAD_BF16: tl.constexpr,
     MOMENT_BF16: tl.constexpr,
@@ -285,13 +286,23 @@ def adamw_chunk(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program steps one entry of ``blocks``; the arguments are those of ``launch_adamw``."""
+    """Each program steps one block of a row; the arguments are those of ``launch_adamw``."""
     if tl.load(scalars + 1) != 0.0:
         return
     slot = (exp_avg, exp_avg_sq, max_exp_avg_sq, master)
-    block = blocks + tl.program_id(0) * 2
-    row = rows + tl.load(block).to(tl.int64) * _ROW_FIELDS
-    first = tl.load(block + 1).to(tl.int64) * BLOCK
+    # Counted as the rows of the whole step are.
+    program = tl.program_id(0) + tl.load(blocks)
+    # The last row that begins with this program or before it.
+    low = 0
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(blocks + middle * 2) <= program
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle)
+    row = rows + low.to(tl.int64) * _ROW_FIELDS
+    block = blocks + low * 2
+    first = (program - tl.load(block) + tl.load(block + 1)).to(tl.int64) * BLOCK
     numel = tl.load(row + _NUMEL)
     # Elements that fill accesses of 128 bits; the few that a row has left over are stepped by themselves.
     whole = numel // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS if ALIGNED else numel

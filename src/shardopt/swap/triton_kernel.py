@@ -37,7 +37,7 @@ def launch_adamw(
     kind: Kind,
     *,
     rows: Tensor,  # [num_rows, fields], int64: as_int64 of DEVICE_ROW
-    blocks: Tensor,  # [at least num_blocks, 2], int32: device_blocks
+    blocks: Tensor,  # [num_rows, 2], int32: device_blocks
     hypers: Tensor,  # [num_hypers, 8], float32: device_hypers
     scalars: Tensor,  # [2], float32: device_scalars
     exp_avg: Tensor,  # [slot_elements], of moment_dtype
@@ -57,14 +57,14 @@ def launch_adamw(
     Args:
         kind: of all rows; the launch is compiled for it.
         rows: spans of parameters, with addresses on the device.
-        blocks: which part of which row each program steps.
+        blocks: where programs find their row; both tables may be parts of larger ones, of the same rows.
         hypers: what ``hyper`` of the rows points to.
         scalars: the factor of all gradients, and whether to skip.
         exp_avg: of the slot, as the other three; ``offset`` of the rows counts from their first elements.
         exp_avg_sq: of the slot.
         max_exp_avg_sq: of the slot.
         master: of the slot.
-        num_blocks: how many of ``blocks`` to step; with 0 there is no launch.
+        num_blocks: of all rows, each in blocks of ``BLOCK`` elements; with 0 there is no launch.
 
     Raises:
         ImportError: triton cannot be imported.
@@ -84,7 +84,7 @@ def launch_adamw(
     kernel = _body().adamw_chunk
     if num_blocks > 0:
         with torch.cuda.device_of(exp_avg):
-            kernel[(num_blocks,)](**given, **_constants(kind), **_options(kind))
+            kernel[(num_blocks,)](**given, num_rows=len(rows), **_constants(kind), **_options(kind))
 
 
 def _constants(kind: Kind) -> dict[str, bool | int]:
@@ -152,9 +152,11 @@ def _refuse(kind: Kind, given: dict[str, Tensor | None], slot: Tensor, num_block
             for name in _SLOT
             if (tensor := given[name]) is not None and tensor.data_ptr() % ALIGNED_BYTES
         ]
-    blocks = given["blocks"]
-    if blocks is not None and not 0 <= num_blocks <= len(blocks):
-        problems.append(f"num_blocks is {num_blocks}; it must be 0 to {len(blocks)}, the length of blocks")
+    rows, blocks = given["rows"], given["blocks"]
+    if rows is not None and blocks is not None and len(rows) != len(blocks):
+        problems.append(f"blocks has {len(blocks)} rows; it must have as many as rows, {len(rows)}")
+    if num_blocks < 0 or (num_blocks and rows is not None and len(rows) == 0):
+        problems.append(f"num_blocks is {num_blocks}; it must be that of the rows")
     if problems:
         raise ValueError(f"nothing was launched for {kind}:\n  " + "\n  ".join(problems))
 

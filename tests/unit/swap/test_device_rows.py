@@ -104,14 +104,17 @@ def test_the_factor_of_gradients_is_rounded_as_on_the_host(grad_scale: float, si
 def test_blocks_cover_every_element_once(numel: list[int]) -> None:
     blocks = device_blocks(np.array(numel, np.int64))
     assert blocks.dtype == np.int32
-    assert [tuple(block) for block in blocks] == [
+    programs = sum(-(-count // BLOCK) for count in numel)
+    # As the kernel looks them up: the last row that begins with the program or before it.
+    rows = [int(np.searchsorted(blocks[:, 0], program, side="right")) - 1 for program in range(programs)]
+    assert [(row, program - blocks[row, 0]) for program, row in enumerate(rows)] == [
         (row, part) for row, count in enumerate(numel) for part in range(-(-count // BLOCK))
     ]
 
 
 def test_blocks_reach_past_32_bits_of_elements() -> None:
-    row, part = device_blocks(np.array([2**33 + 1]))[-1]
-    assert (row, int(part) * BLOCK) == (0, 2**33)
+    blocks = device_blocks(np.array([2**33 + 1, 1]))
+    assert int(blocks[1, 0]) * BLOCK == 2**33 + BLOCK
 
 
 @pytest.mark.parametrize("name", ["param", "grad", "out", "offset"])

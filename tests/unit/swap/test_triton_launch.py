@@ -29,7 +29,7 @@ def arguments(kind: Kind) -> dict[str, Tensor]:
     moment = torch.float32 if kind.moment_dtype == DtypeCode.FP32 else torch.bfloat16
     made = {
         "rows": torch.zeros(2, 11, dtype=torch.int64),
-        "blocks": torch.zeros(3, 2, dtype=torch.int32),
+        "blocks": torch.zeros(2, 2, dtype=torch.int32),
         "hypers": torch.zeros(1, 8),
         "scalars": torch.zeros(2),
         "exp_avg": torch.zeros(64, dtype=moment),
@@ -84,15 +84,21 @@ def test_a_slot_that_is_not_aligned_is_refused_for_an_aligned_kind(name: str) ->
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
     given = arguments(PLAIN)
-    given |= {"hypers": torch.zeros(1, 7), "exp_avg_sq": torch.zeros(63), "master": torch.zeros(64)}
+    given |= {
+        "blocks": torch.zeros(3, 2, dtype=torch.int32),
+        "hypers": torch.zeros(1, 7),
+        "exp_avg_sq": torch.zeros(63),
+        "master": torch.zeros(64),
+    }
     with pytest.raises(ValueError, match="nothing was launched") as refused:
-        launch_adamw(PLAIN, **given, num_blocks=4)
+        launch_adamw(PLAIN, **given, num_blocks=-1)
     must = "; it must be torch.float32, contiguous, of shape"
     assert str(refused.value).splitlines()[1:] == [
         f"  hypers is torch.float32 of shape (1, 7) and strides (7, 1) on cpu{must} any x 8, on cpu",
         f"  exp_avg_sq is torch.float32 of shape (63,) and strides (1,) on cpu{must} 64, on cpu",
         "  master is a tensor of torch.float32; for this kind it must be None",
-        "  num_blocks is 4; it must be 0 to 3, the length of blocks",
+        "  blocks has 3 rows; it must have as many as rows, 2",
+        "  num_blocks is -1; it must be that of the rows",
     ]
 
 
