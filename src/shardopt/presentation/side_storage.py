@@ -31,9 +31,11 @@ def side_storage(inner: torch.optim.Optimizer, saved: Container[int], known: Col
         One sentence for each attribute.
     """
     in_groups = {id(value) for group in inner.param_groups for value in group.values()}
+    # An optimizer may have its state as a property, over an attribute of another name.
+    state = inner.state
     problems: list[str] = []
     for name, value in vars(inner).items():
-        found = () if name in _KNOWN or name in known else _found(value, inner, set())
+        found = () if name in _KNOWN or name in known or value is state else _found(value, inner, set())
         for what in (item for item in found if id(item) not in saved and id(item) not in in_groups):
             kind = f"a tensor of shape {tuple(what.shape)}" if isinstance(what, Tensor) else "an optimizer with state"
             problems.append(

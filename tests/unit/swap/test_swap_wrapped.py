@@ -355,5 +355,5 @@ def test_its_tensors_are_in_no_attribute_that_a_checkpoint_would_miss() -> None:
     assert not any(
         isinstance(value, (torch.Tensor, list, dict)) and value
         for name, value in vars(optimizer.optimizers[0]).items()
-        if name not in ("param_groups", "state", "defaults", "told") and "hooks" not in name
+        if name not in ("param_groups", "_state", "defaults", "told") and "hooks" not in name
     )
