@@ -110,6 +110,11 @@ class Breaks(SimBackend):
         super().launch(launch, stream)
 
 
+def refuse(*given: object) -> Work:
+    """Fails before the chunk's launch is made, and before anything has waited for its tables."""
+    raise ShardoptError("no such kernel")
+
+
 @pytest.mark.parametrize("budget_bytes", [0, 2048, 1 << 20])
 @pytest.mark.parametrize("chunk", [0, 3])
 def test_a_launch_that_fails_leaves_the_ring_as_it_was(budget_bytes: int, chunk: int) -> None:
@@ -126,7 +131,7 @@ def test_a_launch_that_fails_leaves_the_ring_as_it_was(budget_bytes: int, chunk:
                 # Its tables, and what it has uploaded, are nobody's.
                 tables = [np.full(64, number, np.uint8)]
                 with pytest.raises(ShardoptError, match="no such kernel"):
-                    run.ring.step([chunk], tables, lambda *_, broken=broken: broken)
+                    run.ring.step([chunk], tables, refuse)
             run.step(number, step)
             # By now another step has had the buffers of the one that failed.
             if number == 6:
