@@ -1,8 +1,8 @@
 """No load brings state to the parameters' device: parameters that say they are on a GPU, and a spy on what gets there.
 
 The parameters' shards are tensors of the host that say "cuda:0", on a mesh of CUDA devices. What is made from such a
-shard alone, where the result lies, or is copied into one counts as having reached the device. What is asked to be made on
-"cuda" by name is an error of torch's where there is none, and fails the test by itself.
+shard alone, or is copied into one, counts as having reached the device. What is asked to be made on "cuda" by name is an
+error of torch's where there is none, and fails the test by itself.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def there(mesh: DeviceMesh) -> nn.Module:
 
 def train(net: nn.Module, optimizer: Any, steps: int) -> None:
     for step in range(steps):
-        for name, param in net.named_parameters():
+        for param in net.parameters():
             grad = torch.full_like(local_shard(param), step + 0.5)
             assert grad.device == local_shard(param).device
             param.grad = placed_like(param, grad)
