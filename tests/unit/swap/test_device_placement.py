@@ -1,8 +1,8 @@
 """No load brings state to the parameters' device: parameters that say they are on a GPU, and a spy on what gets there.
 
 The parameters' shards are tensors of the host that say "cuda:0", on a mesh of CUDA devices. What is made from such a
-shard alone, or is copied into one, counts as having reached the device. What is asked to be made on "cuda" by name is an
-error of torch's where there is none, and fails the test by itself.
+shard alone, or is copied into one, counts as having reached the device. What is asked to be made on "cuda" by name is
+an error of torch's where there is none, and fails the test by itself.
 """
 
 from __future__ import annotations
