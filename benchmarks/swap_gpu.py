@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from harness.bars import Bar, print_bars, print_table
 from harness.results import LOCAL_RESULTS, conditions, record
-from torch import Tensor, nn
+from torch import nn
 
 from shardopt import SwapAdamW
 
@@ -108,7 +108,9 @@ def parameters(config: Config, device: torch.device) -> list[nn.Parameter]:
     """Parameters with gradients."""
     total = config.mebi << 20
     first = total // 4 if config.tensors > 1 else total
-    sizes = [first, *[(total - first) // (config.tensors - 1)] * (config.tensors - 1)] if config.tensors > 1 else [first]
+    sizes = (
+        [first, *[(total - first) // (config.tensors - 1)] * (config.tensors - 1)] if config.tensors > 1 else [first]
+    )
     made = [nn.Parameter(torch.ones(size, device=device)) for size in sizes]
     for param in made:
         param.grad = torch.full_like(param, 1e-3)

@@ -31,7 +31,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 def read_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=_ROOT / "build" / "gpu_check.json", help="file that gets the results")
+    parser.add_argument(
+        "--out", type=Path, default=_ROOT / "build" / "gpu_check.json", help="file that gets the results"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="checks whose name has one of these")
     parser.add_argument("--dry", action="store_true", help="on a simulated device, to try the checks themselves")
     return parser.parse_args()

@@ -34,7 +34,9 @@ _ODD = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40
 def kinds() -> list[Kind]:
     """All that a launch may be of."""
     found = []
-    for param, grad, moment, amsgrad, aligned in itertools.product(_CODES, _CODES, _CODES, (False, True), (False, True)):
+    for param, grad, moment, amsgrad, aligned in itertools.product(
+        _CODES, _CODES, _CODES, (False, True), (False, True)
+    ):
         extras = [(MasterKind.NONE, False)]
         if param == DtypeCode.BF16:
             extras += [(MasterKind.FP32, False), (MasterKind.REMAINDER16, False)]

@@ -1,4 +1,4 @@
-"""Two ranks that share the GPU: trained under FSDP2, saved and loaded by stock DCP, the bits of one rank on the host."""
+"""Two ranks that share the GPU: trained under FSDP2, saved and loaded by stock DCP; the bits of one rank on a host."""
 
 from __future__ import annotations
 

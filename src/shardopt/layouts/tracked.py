@@ -55,6 +55,7 @@ class Tracked:
         group: index into the wrapper's joined ``param_groups``.
         kind: of this rank's shard when it was tracked.
         keeping: where its state is; its presentation decides.
+        state_device: where its optimizer keeps all element-wise state; None is where the parameter is.
     """
 
     name: Name
@@ -65,6 +66,7 @@ class Tracked:
     group: int
     kind: Kind = field(init=False)
     keeping: Keeping = Keeping.BESIDE_SHARD
+    state_device: torch.device | None = None
 
     def __post_init__(self) -> None:
         self.kind = Kind.of(self.local)
@@ -99,9 +101,12 @@ class Tracked:
     @property
     def state_like(self) -> Tensor:
         """A tensor with the shape, dtype and device that this rank's part of an element-wise entry has; read only."""
+        device = self.state_device or self.local.device
         if self.has_whole_state and isinstance(self.param, DTensor):
             # Of one element's memory: it is asked for its form.
-            return self.local.new_empty(()).expand(self.shape)
+            return torch.empty((), dtype=self.local.dtype, device=device).expand(self.shape)
+        if device != self.local.device:
+            return torch.empty((), dtype=self.local.dtype, device=device).expand(self.local.shape)
         return self.local
 
     def as_param(self, local: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from shardopt.presentation.choice import choose
 from shardopt.presentation.dtensor import DTensorPresentation
 from shardopt.presentation.inventory import Inventory, Part
 from shardopt.presentation.local import LocalPresentation
-from shardopt.presentation.own_shards import OwnShardsPresentation
+from shardopt.presentation.own_shards import OwnShardsPresentation, TakesShards
 from shardopt.presentation.owner import OwnerPresentation
 from shardopt.presentation.presentation import Presentation
 from shardopt.presentation.replicated import ReplicatedPresentation
@@ -94,7 +94,12 @@ def track_all(inners: Sequence[torch.optim.Optimizer], models: Sequence[nn.Modul
     owners = [index for index, inner in enumerate(inners) for _ in inner.param_groups]
     # All groups at once: names must be unique among all optimizers.
     named = name_parameters([group for inner in inners for group in inner.param_groups], models)
-    return _tracked([(name, param, owners[group], group) for group, param, name in named])
+    tracked = _tracked([(name, param, owners[group], group) for group, param, name in named])
+    for item in tracked:
+        inner = inners[item.optimizer]
+        if isinstance(inner, TakesShards):
+            item.state_device = inner.state_device
+    return tracked
 
 
 def _tracked(places: Sequence[tuple[Name, Tensor, int, int]]) -> list[Tracked]:

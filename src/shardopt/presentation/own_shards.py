@@ -25,9 +25,11 @@ class TakesShards(ABC):
     Attributes:
         has_written: whether its last step may have changed something, though it raised.
         told: options, by name, that have to be the same on every rank.
+        state_device: where it keeps all state, wherever the parameters are.
     """
 
     has_written: bool
+    state_device: torch.device
     told: Mapping[str, str]
 
     @abstractmethod

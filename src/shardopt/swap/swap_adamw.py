@@ -63,6 +63,8 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
 
     # GradScaler asks by this name; the scale is folded into the step, which reads gradients once.
     _step_supports_amp_scaling = True
+    # What a load reads goes straight there.
+    state_device = torch.device("cpu")
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """No load brings state to the parameters' device: parameters that say they are on a GPU, and a spy on what gets there.
 
-The parameters' shards are tensors of the host that say "cuda:0", on a mesh of CUDA devices. What is asked to be made on
-"cuda", computed from such a shard, or copied into one counts as having reached the device; it is done on the host.
+The parameters' shards are tensors of the host that say "cuda:0", on a mesh of CUDA devices. What is made from such a
+shard alone, or is copied into one, counts as having reached the device. What is asked to be made on "cuda" by name is
+an error of torch's where there is none, and fails the test by itself.
 """
 
 from __future__ import annotations
@@ -52,33 +53,40 @@ class OnDevice(Tensor):
     def is_cpu(self) -> bool:  # type: ignore[override]
         return False
 
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        if args and isinstance(args[0], torch.device) and args[0].type == "cpu":
+            return self.as_subclass(Tensor).clone()
+        return super().to(*args, **kwargs)
+
 
 class Spy(TorchDispatchMode):
     """Notes the elements of what reaches the device.
 
     Attributes:
         reached: operation and elements, of each.
+        mixed: operations on tensors of both, which a device refuses.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reached: list[tuple[str, int]] = []
+        self.mixed: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        asked = given.get("device")
-        if asked is not None and torch.device(asked).type == "cuda":
-            given["device"] = torch.device("cpu")
         result = func(*args, **given)
-        there = asked is not None and torch.device(asked).type == "cuda"
         sources = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        kinds = {isinstance(one, OnDevice) for one in sources if one.dim()}
+        if len(kinds) == 2 and "copy_" not in str(func):
+            self.mixed.append(str(func))
         theirs = {leaf.untyped_storage().data_ptr() for leaf in sources}
         for made in (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
             is_new = made.untyped_storage().data_ptr() not in theirs
             # Without a device of its own, what is made lies where it is made from.
-            if there or (is_new and asked is None and sources and all(isinstance(one, OnDevice) for one in sources)):
+            asked = given.get("device")
+            if is_new and asked is None and sources and all(isinstance(one, OnDevice) for one in sources):
                 self.reached.append((str(func), made.numel()))
         if "copy_" in str(func) and isinstance(args[0], OnDevice) and not isinstance(args[1], OnDevice):
             self.reached.append((str(func), args[0].numel()))
@@ -129,7 +137,7 @@ def there(mesh: DeviceMesh) -> nn.Module:
 
 def train(net: nn.Module, optimizer: Any, steps: int) -> None:
     for step in range(steps):
-        for name, param in net.named_parameters():
+        for param in net.parameters():
             grad = torch.full_like(local_shard(param), step + 0.5)
             assert grad.device == local_shard(param).device
             param.grad = placed_like(param, grad)
@@ -158,6 +166,10 @@ def prepared(optimizer: ShardedStateOptimizer, path: Path) -> None:
     optimizer.prepare_load(state_dict).commit()
 
 
+def from_path(optimizer: ShardedStateOptimizer, path: Path) -> None:
+    optimizer.prepare_load(path).commit()
+
+
 def from_dict(optimizer: ShardedStateOptimizer, path: Path) -> None:
     state_dict = optimizer.state_dict()
     dcp.load({"optim": state_dict}, checkpoint_id=path)
@@ -165,7 +177,7 @@ def from_dict(optimizer: ShardedStateOptimizer, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("load", [stock, own, prepared, from_dict], ids=lambda load: load.__name__)
+@pytest.mark.parametrize("load", [stock, own, prepared, from_path, from_dict], ids=lambda load: load.__name__)
 def test_a_load_brings_no_tensor_to_the_device(
     kind: str,
     load: Callable[..., None],
@@ -201,8 +213,6 @@ def test_a_load_brings_no_tensor_to_the_device(
 def test_what_reaches_the_device_is_seen() -> None:
     param = torch.ones(5).as_subclass(OnDevice)
     for reach in (
-        lambda: torch.ones(5).to(param.device),
-        lambda: torch.empty(5, device="cuda"),
         lambda: torch.zeros_like(param),
         lambda: param.clone(),
         lambda: param.copy_(torch.zeros(5)),
@@ -210,8 +220,43 @@ def test_what_reaches_the_device_is_seen() -> None:
         with Spy() as spy:
             reach()
         assert spy.largest() == 5, reach
+    if not torch.cuda.is_available():
+        for reach in (lambda: torch.ones(5).to(param.device), lambda: torch.empty(5, device="cuda")):
+            with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
+                reach()
+    with Spy() as spy:
+        param.eq(torch.ones(5))
+    assert spy.mixed == ["aten.eq.Tensor"]
     with Spy() as spy:
         torch.ones(5).copy_(param)
         torch.zeros_like(param, device="cpu")
         param.detach().view(-1)
-    assert spy.reached == []
+        param.to(torch.device("cpu")).eq(torch.ones(5))
+    assert spy.reached == spy.mixed == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masters_follow_weights_on_the_device_without_comparing_across_devices_F12(
+    kind: str, meshes: tuple[DeviceMesh, DeviceMesh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, device = meshes
+    net, twin = there(device), on_host(host)
+    with monkeypatch.context() as patch:
+        patch.setattr(held, "Tensor", OnDevice)
+        inner = on_device(net.parameters(), SimBackend(), **KINDS[kind])
+    other = SwapAdamW(twin.parameters(), **KINDS[kind])
+    train(net, inner, 2)
+    train(twin, other, 2)
+    # As a load between steps does; the device's own writes come first.
+    assert inner.state
+    with torch.no_grad():
+        for one in (net, twin):
+            local_shard(one.narrow).fill_(0.25)
+    with Spy() as spy:
+        inner.settle()
+    assert spy.mixed == []
+    other.settle()
+    train(net, inner, 1)
+    train(twin, other, 1)
+    found, wanted = state_of(net, inner), state_of(twin, other)
+    assert same_bits(list(found.values()), [wanted[name] for name in found])
