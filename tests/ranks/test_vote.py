@@ -205,12 +205,12 @@ def one_is_killed() -> tuple[int, ...]:
     raise AssertionError("the vote must fail")
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_is_named(ranks: RankPool, killed: int) -> None:
+@pytest.mark.parametrize(("world_size", "killed"), [(3, 0), (3, 1), (4, 3)])
+def test_a_killed_rank_is_named(ranks: RankPool, world_size: int, killed: int) -> None:
     plan = [Signal(rank=killed, signal=signal.SIGKILL, at="ready")]
-    outcomes = ranks.outcomes(3, one_is_killed, signals=plan, fresh=True)
+    outcomes = ranks.outcomes(world_size, one_is_killed, signals=plan, fresh=True)
     assert outcomes[killed].kind == "died"
-    assert [outcome.value for outcome in outcomes if outcome.rank != killed] == [(killed,)] * 2
+    assert [outcome.value for outcome in outcomes if outcome.rank != killed] == [(killed,)] * (world_size - 1)
 
 
 def host_is_killed() -> None:
