@@ -37,8 +37,8 @@ LIFE = tuple(
         ]
     )
 )
-# One slot and more, with a few chunks that stay on the device and with all of them there. (With four slots and one
-# chunk that stays, a slot happens to hold just what is uploaded to it: no number shows that a wait is lost.)
+# One slot and more, with a few chunks that stay on the device and with all of them there. (With four slots and one that
+# stays, a slot happens to hold just what is uploaded to it before a load: no number shows that a wait is lost.)
 LIVES = [
     Scenario(1, 1, 0, LIFE),
     Scenario(2, 2, 2048, LIFE),
