@@ -3,8 +3,8 @@
     SHARDOPT_GATE=request.json python -m pytest -p gate_recorder FILES
 
 ``request.json`` has ``wanted`` (node ids; one without parameters stands for all of that test's) and ``record``, the
-file that gets a line of JSON for each event. What a fixture that tests share runs on ranks counts for the first of them
-alone: name tests that run on the ranks they are named for by themselves. A run that ends without a line ``finished`` did not end by itself.
+file that gets a line of JSON for each event. A run that ends without a line ``finished`` did not end by itself. What a
+fixture that tests share runs on ranks counts for the first of them alone: a gate needs tests with runs of their own.
 """
 
 from __future__ import annotations
