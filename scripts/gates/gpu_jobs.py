@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -273,7 +273,8 @@ def pinning(place: Place) -> None:
         fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
     else:
         fully_shard(model, mesh=mesh)
-    optimizer = shardopt.SwapAdamW(model.parameters(), lr=0.125)
+    # Left to itself it pins what is copied to a device, which nothing is here.
+    optimizer = shardopt.SwapAdamW(model.parameters(), lr=0.125, pin_memory=place.device == "cuda")
     batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)).to(place.device)
     model(batch).square().mean().backward()
     for param, mine in zip(plain.parameters(), model.parameters(), strict=True):
@@ -298,8 +299,48 @@ def pinning(place: Place) -> None:
             raise AssertionError("weights differ from one process's")
 
 
+def streaming(place: Place) -> None:
+    """SwapAdamW of parameters on the device gives the bits of one on the host, and a step of it allocates nothing."""
+    kinds: list[dict[str, Any]] = [{}, {"amsgrad": True, "maximize": True}, {"moment_dtype": torch.bfloat16, "seed": 7}]
+    for options in kinds:
+        model, twin = _net(place, place.world), _net(replace(place, device="cpu"), None)
+        optimizer = shardopt.SwapAdamW(model.parameters(), lr=0.125, chunk_bytes=16 << 10, **options)
+        other = shardopt.SwapAdamW(twin.parameters(), lr=0.125, **options)
+        for step in range(_STEPS):
+            _give_gradients(model, step)
+            _give_gradients(twin, step)
+            before = _allocations(place)
+            optimizer.step()
+            if step and _allocations(place) != before:
+                raise AssertionError(f"{options}: a step has allocated device memory")
+            other.step()
+        _check_bits(f"weights, {options}", _weights(model), _weights(twin))
+        for mine, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+            state = {name: _whole_on_host(mine, value) for name, value in optimizer.state[mine].items()}
+            _check_bits(
+                f"state, {options}", state, {name: value.clone() for name, value in other.state[wanted].items()}
+            )
+
+
+def _allocations(place: Place) -> int:
+    return torch.cuda.memory_stats()["allocation.all.allocated"] if place.device == "cuda" else 0
+
+
+def _whole_on_host(param: Tensor, value: Tensor) -> Tensor:
+    """State is on the host, where the mesh of its parameter has no process group that gathers it."""
+    if not isinstance(value, DTensor):
+        return value.clone()
+    assert isinstance(param, DTensor)
+    device = param.to_local().device
+    return _whole(
+        DTensor.from_local(
+            value.to_local().to(device), param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+        )
+    )
+
+
 JOBS: dict[str, Callable[[Place], None]] = {
-    job.__name__: job for job in (resume, presentations, zero_size, failure, gradients, quantised, pinning)
+    job.__name__: job for job in (resume, presentations, zero_size, failure, gradients, quantised, pinning, streaming)
 }
 
 

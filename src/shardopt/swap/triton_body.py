@@ -262,6 +262,24 @@ def _step(
         _store_nearest(_at(tl.load(row + _OUT), first, True, ALIGNED) + i, param, mask, True)
 
 
+@triton.jit
+def _place(rows: tl.tensor, blocks: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The row that this program steps a block of, and the block's first element there."""
+    # Counted as the rows of the whole step are.
+    program = tl.program_id(0) + tl.load(blocks)
+    # The last row that begins with it or before it.
+    low = num_rows * 0
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(blocks + middle * 2) <= program
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle)
+    block = blocks + low * 2
+    first = (program - tl.load(block) + tl.load(block + 1)).to(tl.int64) * BLOCK
+    return rows + low.to(tl.int64) * _ROW_FIELDS, first
+
+
 # Whether addresses are aligned is for the rows' kind to say: a pointer's own alignment must not make another variant.
 _POINTERS = ("rows", "blocks", "hypers", "scalars", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 
@@ -276,7 +294,7 @@ def adamw_chunk(
     exp_avg_sq: tl.tensor,
     max_exp_avg_sq: tl.tensor | None,
     master: tl.tensor | None,
-    num_rows: int,
+    num_rows: tl.tensor,
     PARAM_BF16: tl.constexpr,
     GRAD_BF16: tl.constexpr,
     MOMENT_BF16: tl.constexpr,
@@ -290,19 +308,7 @@ def adamw_chunk(
     if tl.load(scalars + 1) != 0.0:
         return
     slot = (exp_avg, exp_avg_sq, max_exp_avg_sq, master)
-    # Counted as the rows of the whole step are.
-    program = tl.program_id(0) + tl.load(blocks)
-    # The last row that begins with this program or before it.
-    low = 0
-    high = num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        begins = tl.load(blocks + middle * 2) <= program
-        low = tl.where(begins, middle, low)
-        high = tl.where(begins, high, middle)
-    row = rows + low.to(tl.int64) * _ROW_FIELDS
-    block = blocks + low * 2
-    first = (program - tl.load(block) + tl.load(block + 1)).to(tl.int64) * BLOCK
+    row, first = _place(rows, blocks, num_rows, BLOCK)
     numel = tl.load(row + _NUMEL)
     # Elements that fill accesses of 128 bits; the few that a row has left over are stepped by themselves.
     whole = numel // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS if ALIGNED else numel
