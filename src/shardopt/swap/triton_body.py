@@ -223,8 +223,6 @@ def _step(
     exp_avg, exp_avg_sq, max_exp_avg_sq, master = slot
     i = tl.arange(0, SPAN)
     limit = tl.minimum(limit, SPAN).to(tl.int32)
-    if ALIGNED:
-        limit = tl.multiple_of(limit, _ALIGNED_ELEMENTS)
     mask = i < limit
     offset = tl.load(row + _OFFSET) + first
     hyper = hypers + tl.load(row + _HYPER) * _HYPER_FIELDS
