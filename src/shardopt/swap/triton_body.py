@@ -305,7 +305,6 @@ def adamw_chunk(
     """Each program steps one block of a row; the arguments are those of ``launch_adamw``."""
     if tl.load(scalars + 1) != 0.0:
         return
-    slot = (exp_avg, exp_avg_sq, max_exp_avg_sq, master)
     row, first = _place(rows, blocks, num_rows, BLOCK)
     numel = tl.load(row + _NUMEL)
     # Elements that fill accesses of 128 bits; the few that a row has left over are stepped by themselves.
@@ -314,7 +313,7 @@ def adamw_chunk(
         row,
         hypers,
         scalars,
-        slot,
+        (exp_avg, exp_avg_sq, max_exp_avg_sq, master),
         first,
         whole - first,
         PARAM_BF16,
@@ -331,7 +330,7 @@ def adamw_chunk(
             row,
             hypers,
             scalars,
-            slot,
+            (exp_avg, exp_avg_sq, max_exp_avg_sq, master),
             whole,
             numel - whole,
             PARAM_BF16,
