@@ -261,8 +261,10 @@ def _step(
 
 
 @triton.jit
-def _place(rows: tl.tensor, blocks: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The row that this program steps a block of, and the block's first element there."""
+def _place(
+    rows: tl.tensor, blocks: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The row that this program steps a block of, the block's first element there, and how many the row has."""
     # Counted as the rows of the whole step are.
     program = tl.program_id(0) + tl.load(blocks)
     # The last row that begins with it or before it.
@@ -275,7 +277,8 @@ def _place(rows: tl.tensor, blocks: tl.tensor, num_rows: tl.tensor, BLOCK: tl.co
         high = tl.where(begins, high, middle)
     block = blocks + low * 2
     first = (program - tl.load(block) + tl.load(block + 1)).to(tl.int64) * BLOCK
-    return rows + low.to(tl.int64) * _ROW_FIELDS, first
+    row = rows + low.to(tl.int64) * _ROW_FIELDS
+    return row, first, tl.load(row + _NUMEL)
 
 
 # Whether addresses are aligned is for the rows' kind to say: a pointer's own alignment must not make another variant.
@@ -305,8 +308,7 @@ def adamw_chunk(
     """Each program steps one block of a row; the arguments are those of ``launch_adamw``."""
     if tl.load(scalars + 1) != 0.0:
         return
-    row, first = _place(rows, blocks, num_rows, BLOCK)
-    numel = tl.load(row + _NUMEL)
+    row, first, numel = _place(rows, blocks, num_rows, BLOCK)
     # Elements that fill accesses of 128 bits; the few that a row has left over are stepped by themselves.
     whole = numel // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS if ALIGNED else numel
     _step(
