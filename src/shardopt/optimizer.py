@@ -315,10 +315,13 @@ class ShardedStateOptimizer(torch.optim.Optimizer):
         try:
             self._consensus.vote("add_param_group", failure, digest=names)
         except BaseException:
-            for group in inner.param_groups[num_groups:]:
-                for param in set(group["params"]) - held:
-                    inner.state.pop(param, None)
+            added = [
+                param for group in inner.param_groups[num_groups:] for param in group["params"] if param not in held
+            ]
+            for param in added:
+                inner.state.pop(param, None)
             del inner.param_groups[num_groups:]
+            presentation.withdraw(added)
             raise
         self._changes += 1
         self._inventory.add(tracked)

@@ -49,6 +49,10 @@ class TakesShards(ABC):
         """Drops what ``look`` has found, gradients among it."""
 
     @abstractmethod
+    def withdraw(self, params: Sequence[Tensor]) -> None:
+        """Drops what was made for parameters that were added last, as if they never had been."""
+
+    @abstractmethod
     def settle(self) -> None:
         """Makes the state what a save may read."""
 
@@ -109,6 +113,10 @@ class OwnShardsPresentation(DTensorPresentation):
     def release(self) -> None:
         """Gives gradients back."""
         self._own.forget()
+
+    def withdraw(self, params: Sequence[Tensor]) -> None:
+        """Lets the optimizer forget them: on other ranks they were never there."""
+        self._own.withdraw(params)
 
     def settle(self) -> None:
         """Lets the optimizer bring its state up to its parameters."""

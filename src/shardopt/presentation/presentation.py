@@ -184,6 +184,10 @@ class Presentation(ABC):
         """Goes on from saved ``draws``."""
         return None
 
+    def withdraw(self, params: Sequence[Tensor]) -> None:
+        """Undoes what the optimizer has made for parameters that were added, on this rank, and are not after all."""
+        return None
+
     def settle(self) -> None:
         """Makes the state what a save may read, where the optimizer can do that by itself."""
         return None

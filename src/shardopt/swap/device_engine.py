@@ -10,18 +10,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardopt.errors import ShardoptError
+from shardopt.errors import PresentationError, ShardoptError
 from shardopt.swap.backend import Backend, Launch, Stream
 from shardopt.swap.device_rows import ALIGNED_BYTES, ALIGNED_ELEMENTS, BLOCK, Kind
 from shardopt.swap.device_state import DeviceState
-from shardopt.swap.engine import Engine, Step
+from shardopt.swap.engine import Engine, State, Step
+from shardopt.swap.gradients import Found
 from shardopt.swap.held import Held, Keeps, without_memory
 from shardopt.swap.kernel_rows import DtypeCode, MasterKind, Table
 from shardopt.swap.launches import DeviceKernel, ScaledLaunch, Stretch
 from shardopt.swap.numbers import Groups
 from shardopt.swap.ring import Entries, Ring
 from shardopt.swap.step_tables import table_room
-from shardopt.torch_compat import local_shard
+from shardopt.torch_compat import capturing_graph, local_shard
 
 __all__ = ["DeviceEngine"]
 
@@ -43,6 +44,8 @@ class DeviceEngine(Engine):
         budget_bytes: of device memory for state that stays there, besides the ring's own.
     """
 
+    # What is made in inference mode no copy could write to.
+    @torch.inference_mode(False)
     def __init__(
         self,
         keeps: Keeps,
@@ -63,7 +66,8 @@ class DeviceEngine(Engine):
         self._verdict = backend.allocate_host(4).view(torch.float32)
         self._settled = backend.event()
         # Parameters of a step that a GradScaler's verdict may have skipped, which the host does not know yet.
-        self._unsettled: NDArray[np.bool_] | None = None
+        # And whether masters were loaded since the step before.
+        self._unsettled: tuple[NDArray[np.bool_], bool] | None = None
         super().__init__(keeps, device=device, pin=pin, seed=seed, num_threads=None)
 
     @property
@@ -78,13 +82,40 @@ class DeviceEngine(Engine):
         self.drain()
         # Its device memory goes first: there may not be room for both.
         self._ring = None
+        problem: BaseException | None = None
         try:
             self._ring = self._make_ring(grown)
-        except BaseException:
+        except BaseException as error:
+            # Its frames hold what was made of the new one.
+            problem = error.with_traceback(None)
+        if problem is not None:
             self._ring = self._make_ring(self._state)
-            raise
+            raise problem
         self._state = grown
         return new
+
+    def withdraw(self, params: Sequence[Tensor]) -> None:
+        """Forgets parameters that were added last, and makes the ring anew without them."""
+        super().withdraw(params)
+        gone = {id(param) for param in params}
+        kept = sum(id(one.param) not in gone for one in self._state.members)
+        if kept < len(self._state.members):
+            self._state = self._state.cut(kept)
+            self._ring = None
+            self._ring = self._make_ring(self._state)
+
+    def look(self, groups: Groups, state: State) -> Found:
+        """Checks the step that follows.
+
+        Raises:
+            PresentationError: a CUDA graph is being captured, which would capture this step's addresses and counts.
+        """
+        if capturing_graph():
+            raise PresentationError(
+                "SwapAdamW cannot step within a CUDA graph: each step has addresses and counts of its own. Capture the "
+                "forward and backward passes alone."
+            )
+        return super().look(groups, state)
 
     def _make_ring(self, state: DeviceState) -> Ring:
         room = table_room([*self._kernel.room(len(state.rows), len(state.members)), *(16, 8)])
@@ -116,14 +147,18 @@ class DeviceEngine(Engine):
 
     def settle_counts(self) -> None:
         """Takes back the counts of a step that was skipped."""
-        has, self._unsettled = self._unsettled, None
-        if has is None:
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is None:
             return
         if not self.backend.query(self._settled):
             self.backend.synchronize(self._settled)
         self.backend.host_reads(self._verdict)
         if self._verdict.item() != 0:
+            has, was_loaded = unsettled
             self.table.count(has, -1)
+            if was_loaded:
+                # As if the step had not been: weights may still come from the masters' checkpoint.
+                self.masters.note_loaded()
 
     def run(self, step: Step) -> None:
         """Steps all chunks of which a parameter has a gradient."""
@@ -137,7 +172,8 @@ class DeviceEngine(Engine):
             step.hypers,
             self.seed,
         )
-        amp = {key: _plain(value) for key, value in step.amp.items()}
+        # A scaler's numbers are where the loss is, which may be another device: in its order, too.
+        amp = {key: _plain(value).to(self.device, non_blocking=True) for key, value in step.amp.items()}
         is_first = True
 
         def make_launch(chunk: int, entries: Entries, there: Sequence[Tensor]) -> Launch:
@@ -162,7 +198,7 @@ class DeviceEngine(Engine):
         if "found_inf" in amp:
             self.backend.copy(self._verdict, amp["found_inf"].detach().reshape(1), Stream.COMPUTE)
             self.backend.record(self._settled, Stream.COMPUTE)
-            self._unsettled = step.has
+            self._unsettled = step.has, self.masters.loaded
 
     def _stretches(self, step: Step) -> tuple[NDArray[np.int64], dict[int, list[Stretch]]]:
         """The rows that are stepped, in their order, and what each chunk does with which of them."""
@@ -171,6 +207,8 @@ class DeviceEngine(Engine):
         key = self._state.chunk_of * 4 + step.code[self._owner] * 2 + step.amsgrad[self._owner]
         if (np.diff(key[chosen]) < 0).any():
             chosen = chosen[np.argsort(key[chosen], kind="stable")]
+        if not len(chosen):
+            return chosen, {}
         owner, key = self._owner[chosen], key[chosen]
         codes = step.code[owner]
         width = np.where(codes == DtypeCode.BF16, 2, 4)

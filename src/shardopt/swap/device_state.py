@@ -92,6 +92,16 @@ class DeviceState:
         made.rows, made.chunk_of = np.concatenate(rows), np.concatenate(places)
         return made
 
+    def cut(self, num_members: int) -> DeviceState:
+        """The same without the parameters that were added after the first ``num_members``."""
+        made = DeviceState()
+        made.members = self.members[:num_members]
+        keeps = self.rows["param"] < num_members
+        made.rows, made.chunk_of = self.rows[keeps], self.chunk_of[keeps]
+        # Parameters that were added together have chunks of their own.
+        made.chunks = self.chunks[: int(made.chunk_of.max(initial=-1)) + 1]
+        return made
+
     def table(self) -> Table:
         """Rows as the kernels take them, but for what a step says; of moments and masters there are no addresses."""
         rows, members = np.zeros(len(self.rows), ROW), self.members

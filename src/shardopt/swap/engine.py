@@ -148,13 +148,29 @@ class Engine(ABC):
         if problems:
             raise PlacementError("SwapAdamW cannot update parameters:\n" + "\n".join(problems))
         self.drain()
-        new = self.hold([(name, param) for name, param, _ in named], [flag for _, _, flag in named])
-        copy_all([fill for one in new for fill in missing_masters(one, {})])
-        self.num_streams += len(new)
-        self._by_id.update((id(one.param), one) for one in new)
-        for one in new:
-            state[one.param] = dict(one.own)
-        self.index(groups)
+        nbytes = self.slabs.nbytes
+        try:
+            new = self.hold([(name, param) for name, param, _ in named], [flag for _, _, flag in named])
+            copy_all([fill for one in new for fill in missing_masters(one, {})])
+            self.num_streams += len(new)
+            self._by_id.update((id(one.param), one) for one in new)
+            for one in new:
+                state[one.param] = dict(one.own)
+            self.index(groups)
+        except BaseException:
+            self.withdraw([param for _, param, _ in named])
+            self.slabs.nbytes = nbytes
+            for _, param, _ in named:
+                state.pop(param, None)
+            raise
+
+    def withdraw(self, params: Sequence[Tensor]) -> None:
+        """Forgets parameters that were added last: those of the next group get the random bits that they had."""
+        there = [one for param in params if (one := self._by_id.pop(id(param), None)) is not None]
+        if there:
+            self.num_streams = min(one.stream for one in there)
+            # Another step looks at the groups anew.
+            self._lists = []
 
     def _problems(self, named: Sequence[tuple[str, Tensor]]) -> list[str]:
         return [f"{name}: {why}." for name, param in named if (why := check_param(param, self.device)) is not None]
@@ -275,9 +291,9 @@ class Engine(ABC):
             problems += [f"{one.name}: state {name!r} was taken out, and the rest of it was not." for name in lacking]
         if problems:
             raise PlacementError("state was replaced by what does not fit:\n" + "\n".join(problems))
-        ready = staged(fills)
+        # Before values are copied anywhere: some may be live state.
         self.drain()
-        copy_all(ready)
+        copy_all(staged(fills))
         for one in anew:
             one.reset()
         for one in self.held:

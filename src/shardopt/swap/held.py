@@ -115,6 +115,7 @@ class Held:
         self.own = {STEP: step.reshape(())}
         self.own.update((name, _as_param(self.param, piece)) for name, piece in self.pieces.items())
 
+    @torch.no_grad()
     def reset(self) -> None:
         """The state of before the first step."""
         self.counters[self.place] = 0

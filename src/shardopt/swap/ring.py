@@ -101,6 +101,7 @@ class Ring:
         self._made = self._order.mark(self._order.new_mark(), Stream.COMPUTE)
         self._slots = [self._make_slot(memory, number, streamed) for number in range(self.num_slots)]
         self._next = 0
+        self._broken: Point | None = None
         # When each chunk's host memory was last written, and the last of these.
         self._home = [self._made] * len(chunks)
         self._last_home = self._made
@@ -167,6 +168,8 @@ class Ring:
             # Copies may have been asked for that no mark stands for yet.
             self._order.mark(self._uploaded, Stream.UPLOAD)
             self._last_home = self._order.mark(self._drained, Stream.DOWNLOAD)
+            # And a part of a launch may be under way, whose memory nobody else knows to be in use.
+            self._broken = self._order.mark(self._launched, Stream.COMPUTE)
             raise
         finally:
             self._tables.release(copied)
@@ -221,10 +224,12 @@ class Ring:
         self._settle()
 
     def _settle(self) -> None:
+        broken, self._broken = self._broken, None
+        if broken is not None:
+            self._order.host(broken)
         self._order.host(self._last_home)
         # Where a launch has failed, nobody has waited for what was uploaded for it.
         self._order.host(Point(self._uploaded, self._uploaded.tick))
-        self._order.host(self._tables.copied)
 
     def host_changed(self) -> None:
         """Takes notice that the host has written to the state's memory, after ``drain``.

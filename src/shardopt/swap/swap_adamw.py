@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardopt.errors import PlacementError, PresentationError, RankFailureError, ShardoptError
 from shardopt.presentation.own_shards import TakesShards
-from shardopt.presentation.presentation import amp_scale
+from shardopt.presentation.presentation import amp_scale, drop_amp_scale
 from shardopt.swap.engines import EngineOptions, make_engine
 from shardopt.swap.folded_clip import fold_clip
 from shardopt.swap.gradients import Found
@@ -179,6 +179,14 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
             ShardoptError: the step cannot run, or an earlier one has failed half way.
         """
         self._engine.has_written = False
+        try:
+            return self._step(closure)
+        except BaseException:
+            # GradScaler takes its numbers off after a step that returns; the next one would multiply them.
+            drop_amp_scale(self)
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -246,10 +254,11 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
             changed = pre_hook(self, loaded)
             loaded = loaded if changed is None else changed
         self._engine.check(self.param_groups, self._state)
+        # What is loaded may be the live state itself.
+        self._engine.drain()
         plan = plan_load(self._engine, self.param_groups, loaded)
         self._engine.clip = None
         self._found = None
-        self._engine.drain()
         try:
             plan.commit()
         except BaseException as error:
@@ -272,6 +281,10 @@ class SwapAdamW(torch.optim.Optimizer, TakesShards):
     def forget(self) -> None:
         """Drops what ``look`` has found."""
         self._found = None
+
+    def withdraw(self, params: Sequence[Tensor]) -> None:
+        """Drops what was made for parameters that were added last."""
+        self._engine.withdraw(params)
 
     def settle(self) -> None:
         """Brings masters up to weights that were written since the last step.
