@@ -52,15 +52,24 @@ class Place:
     Attributes:
         device: type of the meshes' devices, ``"cuda"`` or ``"cpu"``.
         folder: that all ranks see.
+        words: a group of all ranks over gloo, by which they tell each other what they have found.
     """
 
     device: str
     folder: str
+    words: dist.ProcessGroup
 
     @property
     def world(self) -> DeviceMesh:
         """All ranks in a row."""
         return init_device_mesh(self.device, (dist.get_world_size(),))
+
+    def agree(self, problem: str) -> None:
+        """Collective. Raises on every rank if one has found a problem: alone it would leave the others waiting."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, problem, group=self.words)
+        if any(found):
+            raise AssertionError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text))
 
 
 def _adamw(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -124,12 +133,14 @@ def _bytes(value: Tensor) -> bytes:
     return part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _check_bits(what: str, got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def _check_bits(place: Place, what: str, got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    different = [name for name in wanted if name not in got or not _same(got[name], wanted[name])]
+    problem = ""
     if got.keys() != wanted.keys() or not wanted:
-        raise AssertionError(f"{what}: has {sorted(got)}; expected {sorted(wanted)}")
-    different = [name for name in wanted if not _same(got[name], wanted[name])]
-    if different:
-        raise AssertionError(f"{what}: {len(different)} of {len(wanted)} differ: {', '.join(different[:5])}")
+        problem = f"{what}: has {sorted(got)}; expected {sorted(wanted)}"
+    elif different:
+        problem = f"{what}: {len(different)} of {len(wanted)} differ: {', '.join(different[:5])}"
+    place.agree(problem)
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
@@ -141,7 +152,7 @@ def _load_elsewhere(place: Place, path: str, mesh: DeviceMesh, saved: dict[str, 
     optimizer = _wrap(model, _adamw)
     group = mesh.get_group() if mesh.ndim == 1 else None
     dcp.load({"model": model, "optim": optimizer}, checkpoint_id=path, process_group=group)
-    _check_bits(f"state loaded on {mesh}", _state(optimizer), saved)
+    _check_bits(place, f"state loaded on {mesh}", _state(optimizer), saved)
 
 
 def resume(place: Place) -> None:
@@ -164,7 +175,7 @@ def presentations(place: Place) -> None:
         plain, model = _net(place, None), _net(place, place.world)
         _train(plain, make(list(plain.parameters())), range(_STEPS))
         _train(model, _wrap(model, make, compute=compute), range(_STEPS))
-        _check_bits(f"weights with compute={compute!r}", _weights(model), _weights(plain))
+        _check_bits(place, f"weights with compute={compute!r}", _weights(model), _weights(plain))
 
 
 def zero_size(place: Place) -> None:
@@ -180,11 +191,10 @@ def zero_size(place: Place) -> None:
     plain, model = build(None), build(place.world)
     optimizer = _wrap(model, _adafactor, compute="owner")
     held = [param.to_local().numel() for param in model.parameters() if isinstance(param, DTensor)]
-    if dist.get_rank() and any(held):
-        raise AssertionError(f"this rank holds {held} elements, and was meant to hold none")
+    place.agree(f"holds {held} elements, and was meant to hold none" if dist.get_rank() and any(held) else "")
     _train(plain, _adafactor(list(plain.parameters())), range(_STEPS))
     _train(model, optimizer, range(_STEPS))
-    _check_bits("weights", _weights(model), _weights(plain))
+    _check_bits(place, "weights", _weights(model), _weights(plain))
     path = os.path.join(place.folder, "zero_size")
     shardopt.save({"optim": optimizer}, path, timeout_s=_VOTE_S)
     shardopt.load({"optim": _wrap(model, _adafactor, compute="owner")}, path, timeout_s=_VOTE_S)
@@ -209,13 +219,12 @@ def failure(place: Place) -> None:
     except (ArithmeticError, shardopt.RankFailureError) as error:
         said = str(error)
     handle.remove()
-    if "on purpose" not in said or (dist.get_rank() != last and f"rank {last}" not in said):
-        raise AssertionError(f"the error was {said!r}; expected one that names rank {last} and its cause")
-    if _local(model, optimizer) != before:
-        raise AssertionError("weights or state have changed")
+    named = "on purpose" in said and (dist.get_rank() == last or f"rank {last}" in said)
+    place.agree("" if named else f"the error was {said!r}; expected one that names rank {last} and its cause")
+    place.agree("" if _local(model, optimizer) == before else "weights or state have changed")
     _train(model, optimizer, range(1, 2))
-    if _local(model, optimizer) == before and any(param.to_local().numel() for param in model.parameters()):
-        raise AssertionError("the step after the failure did nothing")
+    still = _local(model, optimizer) == before and any(param.to_local().numel() for param in model.parameters())
+    place.agree("the step after the failure did nothing" if still else "")
 
 
 def gradients(place: Place) -> None:
@@ -237,9 +246,9 @@ def gradients(place: Place) -> None:
             break
     scaler.step(optimizer)
     scaler.update()
-    _check_bits("weights after an overflow on one rank", _weights(model), before)
-    if scaler.get_scale() != 2.0:
-        raise AssertionError(f"the scale is {scaler.get_scale()} after an overflow at 4.0; expected 2.0")
+    _check_bits(place, "weights after an overflow on one rank", _weights(model), before)
+    scale = scaler.get_scale()
+    place.agree("" if scale == 2.0 else f"the scale is {scale} after an overflow at 4.0; expected 2.0")
 
 
 def quantised(place: Place) -> None:
@@ -258,8 +267,7 @@ def quantised(place: Place) -> None:
     shardopt.save({"model": model, "optim": optimizer}, path, timeout_s=_VOTE_S)
     other, loaded = build()
     shardopt.load({"model": other, "optim": loaded}, path, timeout_s=_VOTE_S)
-    if _local(other, loaded) != _local(model, optimizer):
-        raise AssertionError("codes or scales differ after the load")
+    place.agree("" if _local(other, loaded) == _local(model, optimizer) else "codes or scales differ after the load")
 
 
 def pinning(place: Place) -> None:
@@ -277,9 +285,9 @@ def pinning(place: Place) -> None:
     optimizer = shardopt.SwapAdamW(model.parameters(), lr=0.125, pin_memory=place.device == "cuda")
     batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)).to(place.device)
     model(batch).square().mean().backward()
+    there = {mine.device.type for mine in model.parameters()}
+    place.agree("" if there == {"cpu"} else f"parameters are on {there}; CPUOffloadPolicy keeps them on the host")
     for param, mine in zip(plain.parameters(), model.parameters(), strict=True):
-        if place.device == "cuda" and mine.device.type != "cpu":
-            raise AssertionError(f"a parameter is on {mine.device}; CPUOffloadPolicy keeps it on the host")
         assert isinstance(mine.grad, DTensor)
         # FSDP sums up on the device; the host's copy has its own placement's mesh, which full_tensor needs.
         param.grad = _whole(DTensor.from_local(mine.grad.to_local().to(place.device), mesh, mine.grad.placements))
@@ -289,14 +297,15 @@ def pinning(place: Place) -> None:
         for name, value in entries.items()
         if name != "step" and not (value.to_local() if isinstance(value, DTensor) else value).is_pinned()
     ]
-    if loose and place.device == "cuda":
-        raise AssertionError(f"not pinned: {', '.join(sorted(set(loose)))}")
+    place.agree(f"not pinned: {', '.join(sorted(set(loose)))}" if loose and place.device == "cuda" else "")
     optimizer.step()
     shardopt.SwapAdamW(plain.parameters(), lr=0.125).step()
-    for param, mine in zip(plain.parameters(), model.parameters(), strict=True):
-        own = distribute_tensor(param.detach().to(place.device), mesh, mine.placements).to_local().cpu()
-        if not torch.equal(own, mine.detach().to_local().cpu()):
-            raise AssertionError("weights differ from one process's")
+    pairs = list(zip(plain.parameters(), model.parameters(), strict=True))
+    own = [
+        distribute_tensor(one.detach().to(place.device), mesh, mine.placements).to_local().cpu() for one, mine in pairs
+    ]
+    same = all(torch.equal(one, mine.detach().to_local().cpu()) for one, (_, mine) in zip(own, pairs, strict=True))
+    place.agree("" if same else "weights differ from one process's")
 
 
 def streaming(place: Place) -> None:
@@ -333,24 +342,26 @@ def _said(job: Callable[[Place], None], place: Place) -> str:
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        return f"{type(error).__name__}: {error}"[:2000]
+        said = f"{type(error).__name__}: {error}"[:2000]
+        # At once: the others may be in a collective that this rank has left, and end without a word of it.
+        print(f"rank {dist.get_rank()}: {job.__name__}: {said}", file=sys.stderr, flush=True)
+        return said
     return "ok"
 
 
-def run(names: Sequence[str], place: Place, out: Path, words: dist.ProcessGroup) -> bool:
+def run(names: Sequence[str], place: Place, out: Path) -> bool:
     """Runs the jobs in order, until one has failed; whether all have ended well.
 
     Args:
         names: of jobs.
         place: this rank's.
         out: written by the first rank, after each job.
-        words: a group of all ranks over gloo, by which they tell what became of a job.
     """
     done: dict[str, list[str]] = {}
     device = torch.cuda.get_device_name() if place.device == "cuda" else ""
     for name in names:
         said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, _said(JOBS[name], place), group=words)
+        dist.all_gather_object(said, _said(JOBS[name], place), group=place.words)
         done[name] = said
         if dist.get_rank() == 0:
             out.write_text(json.dumps({"gpu": device, "jobs": done}), encoding="utf-8")
@@ -379,7 +390,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as own:
         shared: list[Any] = [own]
         dist.broadcast_object_list(shared, src=0, group=words)
-        passed = run(options.jobs, Place(device=options.device, folder=shared[0]), options.out, words)
+        passed = run(options.jobs, Place(device=options.device, folder=shared[0], words=words), options.out)
         dist.barrier(group=words)
     # A rank that is lost cannot be waited for; what it was to say is missing from the results.
     with suppress(RuntimeError):
