@@ -318,16 +318,12 @@ def streaming(place: Place) -> None:
         for step in range(_STEPS):
             _give_gradients(model, step)
             _give_gradients(twin, step)
-            before = _allocations(place)
+            before = torch.cuda.memory_stats().get("allocation.all.allocated")
             optimizer.step()
-            if step and _allocations(place) != before:
-                raise AssertionError(f"{options}: a step has allocated device memory")
             other.step()
+            if step and torch.cuda.memory_stats().get("allocation.all.allocated") != before:
+                raise AssertionError(f"{options}: a step has allocated device memory")
         _check_bits(f"{options}", _weights(model), _weights(twin))
-
-
-def _allocations(place: Place) -> int:
-    return torch.cuda.memory_stats()["allocation.all.allocated"] if place.device == "cuda" else 0
 
 
 JOBS: dict[str, Callable[[Place], None]] = {

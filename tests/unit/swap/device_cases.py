@@ -75,3 +75,42 @@ def everything(params: Sequence[nn.Parameter], optimizer: SwapAdamW) -> list[Ten
     """State, then weights: reading the state waits for the device."""
     state = [entry for param in params for _, entry in sorted(optimizer.state[param].items())]
     return [*state, *(param.detach() for param in params)]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "amsgrad": {"amsgrad": True, "maximize": True},
+    "bf16 moments": {"moment_dtype": BF16, "amsgrad": True, "seed": 7},
+    "bf16": {"dtype": BF16},
+    "fp32 masters": {"dtype": BF16, "master": "fp32", "moment_dtype": BF16},
+    "remainders": {"dtype": BF16, "master": "remainder16"},
+}
+
+
+def groups(params: list[Any]) -> list[dict[str, Any]]:
+    return [{"params": params[::2]}, {"params": params[1::2], "lr": 0.02, "betas": (0.8, 0.99), "weight_decay": 0.0}]
+
+
+def pair(
+    seed: int, kind: str = "plain", **options: Any
+) -> tuple[list[Any], SwapAdamW, list[Any], SwapAdamW, SimBackend]:
+    """An optimizer on a device, and its twin on the host."""
+    given = {**KINDS[kind], **options}
+    dtype = given.pop("dtype", torch.float32)
+    params, twins = parameters(dtype=dtype), parameters(dtype=dtype)
+    backend = SimBackend(seed)
+    host = {key: value for key, value in given.items() if key != "device_budget_bytes"}
+    return (
+        params,
+        on_device(groups(params), backend, lr=0.05, **given),
+        twins,
+        SwapAdamW(groups(twins), lr=0.05, **host),
+        backend,
+    )
+
+
+def step_both(params: list[Any], optimizer: SwapAdamW, twins: list[Any], other: SwapAdamW, number: int) -> None:
+    for some in (params, twins):
+        give_gradients(some, number, without=(number % len(some),))
+    optimizer.step()
+    other.step()
