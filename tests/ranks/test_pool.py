@@ -74,6 +74,8 @@ def fail_or_wait_in_collective() -> None:
 def kill_self_on(rank: int) -> str:
     if dist.get_rank() == rank:
         print("last words", flush=True)
+        # A rank that is still setting up its group would see a closed connection.
+        time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
     return "fine"
 
