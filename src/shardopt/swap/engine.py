@@ -169,8 +169,6 @@ class Engine(ABC):
         there = [one for param in params if (one := self._by_id.pop(id(param), None)) is not None]
         if there:
             self.num_streams = min(one.stream for one in there)
-            # Another step looks at the groups anew.
-            self._lists = []
 
     def _problems(self, named: Sequence[tuple[str, Tensor]]) -> list[str]:
         return [f"{name}: {why}." for name, param in named if (why := check_param(param, self.device)) is not None]

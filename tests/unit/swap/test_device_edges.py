@@ -91,25 +91,29 @@ def test_parameters_that_are_withdrawn_leave_the_next_ones_the_random_bits_that_
     assert same_bits(*found)
 
 
+@pytest.mark.parametrize("where", [(engine, "copy_all"), (engine.Engine, "index")], ids=["filling", "indexing"])
 @pytest.mark.parametrize("is_on_device", [True, False])
-def test_a_group_whose_state_cannot_be_filled_is_not_there_afterwards(
-    is_on_device: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_group_whose_state_cannot_be_made_is_not_there_afterwards(
+    is_on_device: bool, where: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"lr": 0.05, "master": "fp32"}
     params, more = parameters(dtype=BF16), parameters([(9, 300)], dtype=BF16)
     optimizer = on_device(params, SimBackend(), **options) if is_on_device else SwapAdamW(params, **options)
     twins = parameters(dtype=BF16)
     other, nbytes = SwapAdamW(twins, **options), optimizer.slab_bytes
+    device_bytes = optimizer._engine.device_bytes if is_on_device else 0
 
     def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "copy_all", interrupted)
+        patch.setattr(*where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.add_param_group({"params": more})
     assert (len(optimizer.param_groups), optimizer.slab_bytes) == (1, nbytes)
     assert more[0] not in optimizer.state
+    assert not is_on_device or optimizer._engine.device_bytes == device_bytes
+    step_both(params, optimizer, twins, other, 9)
     optimizer.add_param_group({"params": more})
     for number in range(3):
         step_both(params, optimizer, twins, other, number)
