@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.fsdp import fully_shard
 
 from shardopt import ShardedStateOptimizer
+from shardopt.collector import paused_collector
 from shardopt.geometry import Box
 from shardopt.portable.handles import BoxHandle
 from shardopt.presentation.ownership import Balance
@@ -127,9 +128,10 @@ def plan_sizes(num_params: int, num_ranks: int) -> PlanSizes:
     planner.create_local_plan()
     # Of this process alone: one thread plans, and the machine may have others to serve.
     begun = time.process_time()
-    parts, metadata = planner.create_global_plan([pickle.loads(plan) for plan in plans])
-    for part in parts:
-        pickle.dumps(part)
+    with paused_collector():
+        parts, metadata = planner.create_global_plan([pickle.loads(plan) for plan in plans])
+        for part in parts:
+            pickle.dumps(part)
     planning_s = time.process_time() - begun
     file = io.BytesIO()
     pickle.dump(metadata, file)

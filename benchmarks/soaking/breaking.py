@@ -17,6 +17,7 @@ import shardopt
 from benchmarks.soaking.episode import Fault
 from shardopt.checkpoint.files import Writer
 from shardopt.checkpoint.target import Targets
+from tests.faults.breaking import replaced
 from tests.faults.kinds import make_error
 
 if TYPE_CHECKING:
@@ -43,25 +44,6 @@ def _hooked(register: Callable[..., Any], act: Act) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, act: Act, *, after: bool = False) -> Iterator[None]:
-    genuine = getattr(owner, name)
-
-    def replacement(*args: Any, **options: Any) -> Any:
-        if not after:
-            act()
-        result = genuine(*args, **options)
-        if after:
-            act()
-        return result
-
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, name, genuine)
 
 
 @contextlib.contextmanager
@@ -122,8 +104,8 @@ def broken_save(run: LegRun, fault: Fault) -> AbstractContextManager[None]:
     act = _raising(fault)
     ways: dict[str, Callable[[], AbstractContextManager[None]]] = {
         "state_dict": lambda: _attribute(run.extra, "saving", act),
-        "write": lambda: _replaced(Writer, "write_data", act),
-        "plan": lambda: _replaced(dcp.DefaultSavePlanner, "create_global_plan", act),
+        "write": lambda: replaced(Writer, "write_data", act),
+        "plan": lambda: replaced(dcp.DefaultSavePlanner, "create_global_plan", act),
         "arguments": lambda: _attribute(run, "target", f"{run.target}-elsewhere"),
         "optimizer": lambda: _hooked(run.optimizer.register_state_dict_pre_hook, act),
         # Of dcp.save.
@@ -137,8 +119,8 @@ def broken_load(run: LegRun, fault: Fault) -> AbstractContextManager[None]:
     act = _raising(fault)
     ways: dict[str, Callable[[], AbstractContextManager[None]]] = {
         "state_dict": lambda: _attribute(run.extra, "saving", act),
-        "open": lambda: _replaced(dcp.FileSystemReader, "read_metadata", act),
-        "read": lambda: _replaced(Targets, "read", act),
+        "open": lambda: replaced(dcp.FileSystemReader, "read_metadata", act),
+        "read": lambda: replaced(Targets, "read", act),
         "arguments": lambda: _attribute(run, "source", f"{run.source}-elsewhere"),
         "commit": lambda: _attribute(run.extra, "loading", act),
         # Of dcp.load.
@@ -156,7 +138,7 @@ def broken_prepare(run: LegRun, fault: Fault, options: dict[str, Any]) -> Abstra
     elif fault.where == "path":
         options["path"] = f"{run.source}-elsewhere"
     else:
-        return _replaced(_OPTIMIZER, "prepare", _raising(fault))
+        return replaced(_OPTIMIZER, "prepare", _raising(fault))
     return contextlib.nullcontext()
 
 
@@ -165,7 +147,7 @@ def killed_at(run: LegRun, where: str, act: Act) -> AbstractContextManager[None]
     ways: dict[str, Callable[[], AbstractContextManager[None]]] = {
         "step": lambda: _hooked(run.optimizer.register_step_pre_hook, act),
         "save collect": lambda: _attribute(run.extra, "saving", act),
-        "save write": lambda: _replaced(Writer, "write", act, after=True),
+        "save write": lambda: replaced(Writer, "write", act, after=True),
         "save finish": lambda: _before_the_last_vote(act),
     }
     return ways[where]()

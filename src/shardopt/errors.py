@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 __all__ = [
     "FormatError",
@@ -81,3 +83,7 @@ class RankFailureError(ShardoptError):
         self.failures: dict[int, str] = dict(failures or {})
         self.missing: tuple[int, ...] = tuple(missing)
         self.disagree: dict[str, tuple[int, ...]] = {d: tuple(r) for d, r in (disagree or {}).items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For launchers that send a worker's error to another process: exceptions are remade from ``args`` alone."""
+        return partial(type(self), operation=self.operation), self.args, self.__dict__

@@ -19,7 +19,7 @@ from tests.faults.kinds import DIFFERS
 from tests.faults.stage import Stage
 from tests.support.models import local_tensor
 
-__all__ = ["broken"]
+__all__ = ["broken", "replaced"]
 
 _OFFER = sys.modules["shardopt.staging.offer"]
 _OPTIMIZER = sys.modules["shardopt.optimizer"]
@@ -58,7 +58,7 @@ def broken(stage: Stage, operation: str, point: str, kind: str, act: Act, *, fau
         handle.remove()
     elif (operation, point) in _SEAMS:
         owner, name, after = _SEAMS[operation, point](stage)
-        with _patched(owner, name, act, after=after):
+        with replaced(owner, name, act, after=after):
             yield
     else:
         _SLOTS[operation, point](stage, act)
@@ -66,7 +66,8 @@ def broken(stage: Stage, operation: str, point: str, kind: str, act: Act, *, fau
 
 
 @contextmanager
-def _patched(owner: Any, name: str, act: Act, *, after: bool) -> Iterator[None]:
+def replaced(owner: Any, name: str, act: Act, *, after: bool = False) -> Iterator[None]:
+    """Inside, a function of a module, class or object does ``act`` before, or after, what it does."""
     genuine, own = getattr(owner, name), name in vars(owner)
 
     def replacement(*args: Any, **options: Any) -> Any:

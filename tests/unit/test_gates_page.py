@@ -32,6 +32,7 @@ id = "R01"
 claim = "It works."
 threshold = "0"
 """
+THIS = Path(__file__).relative_to(ROOT).as_posix()
 MUTATION = '[gate.mutation]\nfile = "a.py"\nold = "a"\nnew = "b"\n'
 
 
@@ -41,7 +42,8 @@ MUTATION = '[gate.mutation]\nfile = "a.py"\nold = "a"\nnew = "b"\n'
         ("", "there is no gate"),
         (ENTRY + MUTATION, "needs tests or a command"),
         (ENTRY + 'tests = ["tests/none.py::test"]\n' + MUTATION, "tests/none.py: no such file"),
-        (ENTRY + f'tests = ["{Path(__file__).relative_to(ROOT)}::test"]\n', "has no mutation"),
+        (ENTRY + f'tests = ["{THIS}::test"]\n', "has no mutation"),
+        (ENTRY + f'tests = ["{THIS}::test_renamed[2]"]\n' + MUTATION, r"::test_renamed: no such test"),
         (ENTRY + 'comand = ["x"]\n' + MUTATION, "comand: not known"),
         (ENTRY + 'command = ["x"]\n' + MUTATION, "a command needs a figure"),
         (ENTRY * 2, "is there 2 times"),

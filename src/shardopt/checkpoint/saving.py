@@ -17,6 +17,7 @@ from shardopt.checkpoint.contents import check_state, checked_path, collect, kin
 from shardopt.checkpoint.files import Writer
 from shardopt.checkpoint.participants import scope_of
 from shardopt.checkpoint.wrapped import scope_of_wrapped
+from shardopt.collector import paused_collector
 from shardopt.errors import RankFailureError, ShardoptError
 from shardopt.optimizer import ShardedStateOptimizer
 from shardopt.portable.storage import why_not_read_back
@@ -123,8 +124,10 @@ class _Save:
         parts: list[bytes] = []
         try:
             if self._is_coordinator:
-                plans, metadata = self._planner.create_global_plan([pickle.loads(one) for one in payloads])
-                parts = [pickle.dumps(plan) for plan in self._writer.prepare_global_plan(plans)]
+                # An object for each part of each entry on each rank, which the collector would look at again and again.
+                with paused_collector():
+                    plans, metadata = self._planner.create_global_plan([pickle.loads(one) for one in payloads])
+                    parts = [pickle.dumps(plan) for plan in self._writer.prepare_global_plan(plans)]
         except BaseException as error:
             problem = error
         return self._scope.scatter("save: plan", parts, problem=problem), metadata
