@@ -85,6 +85,7 @@ def state_bytes(axes: Axes, directory: Path) -> None:
     (*_, line) = read(directory, "curves.jsonl", "curve: bytes", "curves.py bytes")
     samples = line["samples"]
     bars = axes.barh(list(samples), list(samples.values()), color=_COLOURS[1])
+    axes.margins(x=0.1)
     axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.invert_yaxis()
     axes.set(xlabel="bytes of state for each element of a 512 x 512 parameter")

@@ -120,9 +120,7 @@ def measure_plans(arguments: argparse.Namespace) -> tuple[Fit, Fit, Fit]:
             planning.append(((items,), sizes.planning_s))
             metadata.append(((float(num_params), items), sizes.metadata_bytes))
     record(arguments.out, "scale: plan", {"parameters": arguments.parameters}, samples)
-    # Python's garbage collector costs the more the more objects there are, up to a point; the table is far beyond it.
-    steady = sorted(planning)[len(planning) // 2 :]
-    return fitted("plan", plan), fitted("planning", steady), fitted("metadata", metadata)
+    return fitted("plan", plan), fitted("planning", planning), fitted("metadata", metadata)
 
 
 def check_exchange(ranks: Ranks, arguments: argparse.Namespace) -> list[Bar]:
