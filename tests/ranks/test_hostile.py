@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Replicate
 
+import shardopt
 from shardopt import PlacementError, RankFailureError, ShardedStateOptimizer
 from tests.ranks.refusals import SHAPE, STEPS_SAVED, make, save, train
 from tests.support.models import build, set_gradients
@@ -168,3 +169,46 @@ def test_ranks_that_read_checkpoints_which_differ_in_tensors_only_are_told(ranks
         assert "prepare_load: ranks disagree: they read different checkpoints, were given different options" in text
         assert "alike are rank 0 / rank 1." in text
         assert changes == []
+
+
+class Trainers(torch.optim.SGD):
+    """An optimizer of a trainer's, which hands on to the one that it was given."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups)
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+
+def save_unwrapped(path: str) -> tuple[list[tuple[str, str]], list[str], int]:
+    """What became of two saves and a load of an optimizer without its wrapper, what they changed, and a good save."""
+    model = build("fsdp", SHAPE)
+    optimizer = make(model)
+    train(optimizer, model, STEPS_SAVED)
+    (inner,) = optimizer.optimizers
+    before = snapshot(optimizer, model)
+    said: list[tuple[str, str]] = []
+    on_one = optimizer if dist.get_rank() == 0 else inner
+    for call, given in ((shardopt.save, inner), (shardopt.save, on_one), (shardopt.load, inner)):
+        try:
+            call({"model": model, "optim": given}, path)
+        except Exception as error:
+            said.append((type(error).__name__, str(error)))
+    changes = before.diff(snapshot(optimizer, model))
+    shardopt.save({"optim": Trainers(optimizer)}, path)
+    return said, changes, len(optimizer.prepare_load(path).report.restored)
+
+
+def test_an_optimizer_without_its_wrapper_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    refusal = "'optim' is a AdamW of sharded parameters, without its wrapper"
+    seen = ranks.run(2, save_unwrapped, str(tmp_path), deadline_s=30.0)
+    for said, changes, restored in seen:
+        assert all(refusal in text for _, text in said)
+        assert changes == []
+        assert restored > 0
+    # Whose own mistake it is gets the plain error.
+    assert [kind for kind, _ in seen[0][0]] == ["TypeError", "RankFailureError", "TypeError"]
+    assert [kind for kind, _ in seen[1][0]] == ["TypeError"] * 3
+    assert "failed on rank 1" in seen[0][0][1][1]

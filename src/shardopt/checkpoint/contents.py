@@ -6,10 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from shardopt.checkpoint.participants import ranks_holding
 from shardopt.errors import RankFailureError
+from shardopt.optimizer import ShardedStateOptimizer
 from shardopt.scope import Scope
 
 __all__ = ["check_state", "checked_path", "collect", "kinds_of", "usable"]
@@ -22,7 +25,7 @@ def check_state(state: object) -> None:
     """Checks what a save or load was given.
 
     Raises:
-        TypeError: it is no dict, or a key is no string.
+        TypeError: it is no dict, or a key is no string, or an optimizer of sharded parameters is not wrapped.
         ValueError: something that has a state is in it twice.
     """
     if not isinstance(state, Mapping):
@@ -35,6 +38,12 @@ def check_state(state: object) -> None:
         if _has_state(value) and key_of.setdefault(id(value), key) != key:
             raise ValueError(
                 f"{key_of[id(value)]!r} and {key!r} are the same {type(value).__name__}; keep one of them."
+            )
+        if _is_bare_and_sharded(value):
+            raise TypeError(
+                f"{key!r} is a {type(value).__name__} of sharded parameters, without its wrapper. Torch saves its "
+                "state by position, and a new one has no state to load into. Put the ShardedStateOptimizer around it "
+                "into the dict."
             )
 
 
@@ -52,6 +61,16 @@ def kinds_of(state: Mapping[str, Any], scope: Scope) -> dict[str, str]:
 
 def _has_state(value: object) -> bool:
     return isinstance(value, Stateful)
+
+
+def _is_bare_and_sharded(value: object) -> bool:
+    while isinstance(value, torch.optim.Optimizer) and not isinstance(value, ShardedStateOptimizer):
+        # Trainers have optimizers of their own, which hand on to the one that they were given.
+        within = getattr(value, "optimizer", None)
+        if not isinstance(within, torch.optim.Optimizer):
+            return any(isinstance(param, DTensor) for group in value.param_groups for param in group["params"])
+        value = within
+    return False
 
 
 def checked_path(path: str | os.PathLike[str], timeout_s: float) -> str:

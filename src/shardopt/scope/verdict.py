@@ -81,9 +81,12 @@ class Verdict(NamedTuple):
     def _sentences(self, operation: str) -> list[str]:
         said: list[str] = []
         if self.failures:
-            causes = "; ".join(f"rank {rank}: {text}" for rank, text in self.failures.items())
-            if len(self.failures) == 1:
-                causes = next(iter(self.failures.values()))
+            ranks_of: dict[str, list[int]] = {}
+            for rank, text in self.failures.items():
+                ranks_of.setdefault(text, []).append(rank)
+            causes = "; ".join(f"{say_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())
+            if len(ranks_of) == 1:
+                (causes,) = ranks_of
             said.append(f"{operation} failed on {say_ranks(self.failures)}: {causes}")
         if self.missing:
             said.append(

@@ -34,6 +34,14 @@ def test_several_failures_are_all_named() -> None:
     assert str(error) == "step failed on ranks 2, 7: rank 2: a; rank 7: b"
 
 
+def test_what_several_ranks_say_alike_is_said_once() -> None:
+    error = judge(RANKS, [failed("a"), failed("a"), failed("a")]).error("step")
+    assert str(error) == "step failed on ranks 2-3, 7: a"
+    assert error.failures == {2: "a", 3: "a", 7: "a"}
+    error = judge(RANKS, [failed("a"), failed("b"), failed("a")]).error("step")
+    assert str(error) == "step failed on ranks 2-3, 7: ranks 2, 7: a; rank 3: b"
+
+
 def test_digests_of_well_ranks_must_agree() -> None:
     records = [Record("step", digest=b"\1"), Record("step", digest=b"\2"), Record("step", digest=b"\1")]
     error = judge(RANKS, records).error("step")
