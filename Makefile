@@ -13,7 +13,7 @@ export PYTHON
 
 help:
 	@echo "make demo      train on 2 ranks, save, resume on 2, 4 and 1; prints a table, writes demo/loss.png"
-	@echo "make test      linters and type checker, unit tests, multi-rank tests"
+	@echo "make test      linters and type checker, the site, unit tests, multi-rank tests"
 	@echo "make test-all  these, and the tests that wait for lost ranks or repeat much (minutes more)"
 	@echo "make lint      linters and type checker alone"
 	@echo "make format    let ruff and clang-format rewrite the sources"
@@ -52,11 +52,11 @@ docs: .venv/.installed
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -f .ci/mkdocs.yml
 
 # Multi-rank tests own their worker processes, so they run in one pytest process.
-test: lint
+test: lint docs
 	$(call PYTEST,.venv) -n 2 -m "not slow" tests/unit
 	$(call PYTEST,.venv) -m "not slow" tests --ignore=tests/unit
 
-test-all: lint
+test-all: lint docs
 	$(call PYTEST,.venv) -n 2 tests/unit
 	$(call PYTEST,.venv) tests --ignore=tests/unit
 
