@@ -199,27 +199,23 @@ def compare_memory(num_ranks: int, arguments: argparse.Namespace) -> list[Bar]:
         for name, per_rank in footprints.items()
     ]
     print_table(["resident MiB, rank 0", "before", "peak", "after"], rows)
-    return [_memory_bar(f"{label}: {name}", footprints[name], num_bytes, needed) for name, needed in _NEEDED.items()]
+    return [bar for name in _NEEDED for bar in _memory_bars(f"{label}: {name}", name, footprints[name], num_bytes)]
 
 
-# What must be resident, from the footprint and the bytes of state.
-_NEEDED: dict[str, Callable[[Footprint, int], int]] = {
-    "wrapped save": lambda footprint, state: footprint.before,
-    "fresh load": lambda footprint, state: footprint.after,
-    "warm load": lambda footprint, state: footprint.before + state,
-}
+# How often the state must be resident beyond what was before: at the peak, and afterwards.
+_NEEDED = {"wrapped save": (0, 0), "fresh load": (1, 1), "warm load": (1, 0)}
 
 
-def _memory_bar(
-    label: str, per_rank: list[Footprint], num_bytes: list[int], needed: Callable[[Footprint, int], int]
-) -> Bar:
-    over = [
-        100 * (footprint.peak - needed(footprint, size)) / size
-        for footprint, size in zip(per_rank, num_bytes, strict=True)
+def _memory_bars(label: str, name: str, per_rank: list[Footprint], num_bytes: list[int]) -> list[Bar]:
+    at_peak, afterwards = _NEEDED[name]
+    over: dict[str, list[float]] = {"peak": [], "kept": []}
+    for footprint, size in zip(per_rank, num_bytes, strict=True):
+        over["peak"].append(100 * ((footprint.peak - footprint.before) / size - at_peak))
+        over["kept"].append(100 * ((footprint.after - footprint.before) / size - afterwards))
+    return [
+        Bar(name=f"{label}, {what} over needed", value=max(values), limit=_MOST_PERCENT_OVER, at_least=False, unit="%")
+        for what, values in over.items()
     ]
-    return Bar(
-        name=f"{label}, peak over needed memory", value=max(over), limit=_MOST_PERCENT_OVER, at_least=False, unit="%"
-    )
 
 
 def _label(num_ranks: int) -> str:

@@ -20,8 +20,8 @@ __all__ = ["CATALOGUE", "ROOT", "Catalogue", "CatalogueError", "Figure", "Gate",
 
 ROOT = Path(__file__).resolve().parents[2]
 CATALOGUE = Path(__file__).resolve().parent / "gates.toml"
-_GATE = {"id", "claim", "threshold", "tests", "ranks", "command", "figure", "mutation", "waits"}
-_HARDWARE = {"id", "claim", "threshold", "jobs", "gpus", "waits"}
+_GATE = {"id", "claim", "threshold", "tests", "ranks", "command", "figure", "mutation"}
+_HARDWARE = {"id", "claim", "threshold", "jobs", "gpus"}
 
 
 class CatalogueError(Exception):
@@ -71,7 +71,6 @@ class Gate:
         command: a script and its arguments, for Python; empty where tests show the claim.
         figure: of the command.
         mutation: breaks the feature; the gate must then fail.
-        waits: test files of code that is on its way; such a gate has nothing else, and never passes.
     """
 
     id: str
@@ -82,13 +81,12 @@ class Gate:
     command: tuple[str, ...] = ()
     figure: Figure | None = None
     mutation: Mutation | None = None
-    waits: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
-        """Of all that decides whether the gate passes: what passed under another digest was another gate."""
+        """Of what is claimed and what decides it: what passed under another digest was another gate."""
         measured = self.figure and vars(self.figure)
-        judged = [self.id, self.tests, self.ranks, self.command, measured, self.waits]
+        judged = [self.id, self.claim, self.threshold, self.tests, self.ranks, self.command, measured]
         return hashlib.sha256(json.dumps(judged).encode()).hexdigest()[:16]
 
     @property
@@ -107,7 +105,6 @@ class HardwareGate:
         threshold: what has to be found, in words.
         jobs: names of functions of ``gpu_jobs``.
         gpus: numbers of GPUs it is run with.
-        waits: files of code that is on its way; such a gate has no jobs, and never passes.
     """
 
     id: str
@@ -115,12 +112,13 @@ class HardwareGate:
     threshold: str
     jobs: tuple[str, ...]
     gpus: tuple[int, ...]
-    waits: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
-        """Of all that decides whether the gate passes."""
-        return hashlib.sha256(json.dumps([self.id, self.jobs, self.gpus]).encode()).hexdigest()[:16]
+        """Of what is claimed and what decides it."""
+        return hashlib.sha256(
+            json.dumps([self.id, self.claim, self.threshold, self.jobs, self.gpus]).encode()
+        ).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,22 +128,17 @@ class Catalogue:
     gates: tuple[Gate, ...]
     hardware: tuple[HardwareGate, ...] = field(default=())
 
-    @property
-    def active(self) -> list[Gate]:
-        """Those that can run now."""
-        return [gate for gate in self.gates if not gate.waits]
-
     def only(self, names: Iterable[str]) -> list[Gate]:
-        """The named gates, or all active ones if none is named.
+        """The named gates, or all if none is named.
 
         Raises:
-            CatalogueError: for names of no active gate.
+            CatalogueError: for names of no gate.
         """
         wanted = list(names)
-        unknown = [name for name in wanted if name not in {gate.id for gate in self.active}]
+        unknown = [name for name in wanted if name not in {gate.id for gate in self.gates}]
         if unknown:
-            raise CatalogueError(f"no gate that runs is called {', '.join(unknown)}; see RELEASE_GATES.md")
-        return [gate for gate in self.active if not wanted or gate.id in wanted]
+            raise CatalogueError(f"no gate is called {', '.join(unknown)}; see RELEASE_GATES.md")
+        return [gate for gate in self.gates if not wanted or gate.id in wanted]
 
 
 def read(path: Path = CATALOGUE, root: Path = ROOT) -> Catalogue:
@@ -166,8 +159,6 @@ def read(path: Path = CATALOGUE, root: Path = ROOT) -> Catalogue:
     problems += [f"{name}: is there {names.count(name)} times" for name in sorted(set(names)) if names.count(name) > 1]
     for gate in gates:
         problems += [f"{gate.id}: {problem}" for problem in _problems(gate, root)]
-    for gate in hardware:
-        problems += [f"{gate.id}: {problem}" for problem in _arrived(gate.waits, root)]
     if not gates:
         problems.append("there is no gate")
     if problems:
@@ -185,8 +176,8 @@ def _gate(entry: Mapping[str, Any], problems: list[str]) -> Gate:
 
 def _hardware(entry: Mapping[str, Any], problems: list[str]) -> HardwareGate:
     values = _known(entry, _HARDWARE, problems)
-    if bool(values.get("jobs")) == bool(values.get("waits")) or not values.get("gpus"):
-        problems.append(f"{values.get('id')}: needs numbers of GPUs, and jobs or something to wait for")
+    if not values.get("jobs") or not values.get("gpus"):
+        problems.append(f"{values.get('id')}: needs numbers of GPUs, and jobs")
     return HardwareGate(**{"jobs": (), "gpus": (), **values})
 
 
@@ -200,8 +191,6 @@ def _known(entry: Mapping[str, Any], names: set[str], problems: list[str]) -> di
 
 
 def _problems(gate: Gate, root: Path) -> list[str]:
-    if gate.waits:
-        return _arrived(gate.waits, root) + ["waits, but has tests or a command"] * bool(gate.tests or gate.command)
     problems = [problem for file in gate.files for problem in _missing(gate, file, root)]
     if bool(gate.tests) == bool(gate.command):
         problems.append("needs tests or a command, and not both")
@@ -222,8 +211,3 @@ def _missing(gate: Gate, file: str, root: Path) -> list[str]:
     there = {f"{file}::{node.name}" for node in body if isinstance(node, ast.FunctionDef)}
     wanted = [test.partition("[")[0] for test in gate.tests if test.startswith(f"{file}::")]
     return [f"{test}: no such test" for test in dict.fromkeys(wanted) if test not in there]
-
-
-def _arrived(waits: Iterable[str], root: Path) -> list[str]:
-    found = [file for file in waits if list(root.glob(file))]
-    return [f"{file} is there now: name what to run of it (and a mutation), and drop waits" for file in found]

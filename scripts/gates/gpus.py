@@ -12,7 +12,7 @@ from typing import Any
 from scripts.gates.catalogue import ROOT, Catalogue, CatalogueError, HardwareGate
 from scripts.gates.environment import call
 from scripts.gates.evidence import evidence_path, machine, versions, write
-from scripts.gates.release import BUILD, prepare
+from scripts.gates.release import BUILD, check_unchanged, prepare
 from scripts.gates.tree import GateError
 
 __all__ = ["NUMBERS", "count_gpus", "judge_jobs", "refuse_without", "release_on_gpus"]
@@ -59,7 +59,7 @@ def release_on_gpus(catalogue: Catalogue, gpus: int, only: Sequence[str], *, all
         CatalogueError: a gate is not known.
     """
     refuse_without(gpus, count_gpus())
-    gates = [one for one in catalogue.hardware if gpus in one.gpus and not one.waits and (not only or one.id in only)]
+    gates = [one for one in catalogue.hardware if gpus in one.gpus and (not only or one.id in only)]
     unknown = set(only) - {one.id for one in gates}
     if unknown or not gates:
         raise CatalogueError(f"no gate that runs on {gpus} GPUs is called {', '.join(sorted(unknown)) or 'anything'}")
@@ -79,6 +79,7 @@ def release_on_gpus(catalogue: Catalogue, gpus: int, only: Sequence[str], *, all
         call(command, out.with_suffix(".log"), cwd=workplace)
     except GateError as error:
         failure = str(error)
+    check_unchanged(prepared.tree)
     results = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
     verdicts = {gate.id: judge_jobs(gate, results, ranks) for gate in gates}
     problems = [failure] * bool(failure)

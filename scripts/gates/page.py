@@ -42,8 +42,6 @@ def _line(cells: Iterable[str]) -> str:
 
 def _row(gate: Gate, evidence: Evidence) -> list[str]:
     path, found = next(((path, one) for path, one in evidence.items() if one["gpus"] == 0), ("", None))
-    if gate.waits:
-        return [gate.id, gate.claim, "-", gate.threshold, "-", "CPU", f"waits for `{'`, `'.join(gate.waits)}`"]
     state = "not run" if found is None else _state(found, gate.id, gate.digest)
     ranks = " and ".join(map(str, gate.ranks))
     place = f"CPU, {ranks} ranks" if ranks else "CPU"
@@ -61,8 +59,6 @@ def _hardware_row(gate: HardwareGate, evidence: Evidence) -> list[str]:
             states.append(f"{gpus}: {_state(found, gate.id, gate.digest)}")
     place = f"{', '.join(map(str, gate.gpus))} GPUs"
     state = "; ".join(states) or "not run on hardware"
-    if gate.waits:
-        state = f"not run on hardware; waits for `{'`, `'.join(gate.waits)}`"
     command = f"`make gate GPUS={'`, `GPUS='.join(map(str, gate.gpus))}`"
     return [gate.id, gate.claim, command, gate.threshold, ", ".join(links) or "-", place, state]
 

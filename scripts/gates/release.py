@@ -24,7 +24,7 @@ from scripts.gates.mutants import Noticed, noticed, summary
 from scripts.gates.running import Place, Results, run_gates
 from scripts.gates.tree import GateError, Tree, look_at
 
-__all__ = ["BUILD", "Prepared", "break_gates", "failures", "prepare", "release"]
+__all__ = ["BUILD", "Prepared", "break_gates", "check_unchanged", "failures", "prepare", "release"]
 
 BUILD = ROOT / "build" / "gate"
 _PACKAGE_SOURCES = ("src/**/*", "csrc/*", "pyproject.toml", "CMakeLists.txt")
@@ -93,11 +93,7 @@ def release(catalogue: Catalogue, only: Sequence[str], *, allow_dirty: bool) -> 
     with _timed(prepared.parts, f"{len(gates)} gates"):
         results = run_gates(gates, prepared.place)
     prepared.parts["all"] = sum(prepared.parts.values())
-    after = look_at(ROOT)
-    if (after.commit, after.changes) != (prepared.tree.commit, prepared.tree.changes):
-        raise GateError(
-            "the tree was changed while the gates ran: nobody can say what they have tested; run them again"
-        )
+    check_unchanged(prepared.tree)
     evidence = describe(
         prepared.tree, prepared.wheel, prepared.environment, gates, results, began=began, parts=prepared.parts
     )
@@ -105,6 +101,19 @@ def release(catalogue: Catalogue, only: Sequence[str], *, allow_dirty: bool) -> 
     write(path, evidence)
     _report(gates, results, path)
     return failures(results)
+
+
+def check_unchanged(tree: Tree) -> None:
+    """Refuses a tree that is not as it was when the wheel was built.
+
+    Raises:
+        GateError: it is another commit, or has other changes.
+    """
+    after = look_at(ROOT)
+    if (after.commit, after.changes) != (tree.commit, tree.changes):
+        raise GateError(
+            "the tree was changed while the gates ran: nobody can say what they have tested; run them again"
+        )
 
 
 def _report(gates: Sequence[Gate], results: Results, path: Path) -> None:

@@ -108,7 +108,10 @@ def _take(record: Record, event: dict[str, Any]) -> None:
         case "ranks":
             record.ranks[event["test"]].add(event["ranks"])
         case "phase":
-            record.phases[event["test"]][event["phase"]] = event
+            # Subtests, and plugins that run a test again, report a phase more than once: none of them takes back another.
+            first = record.phases[event["test"]].setdefault(event["phase"], event)
+            if first["outcome"] == "passed" and not first["expected_to_fail"]:
+                record.phases[event["test"]][event["phase"]] = event
 
 
 def _whose(finished: dict[str, Any], package: Path) -> Iterable[str]:

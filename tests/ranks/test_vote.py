@@ -205,7 +205,7 @@ def one_is_killed() -> tuple[int, ...]:
     raise AssertionError("the vote must fail")
 
 
-@pytest.mark.parametrize(("world_size", "killed"), [(3, 0), (3, 1), (4, 3)])
+@pytest.mark.parametrize(("world_size", "killed"), [(2, 1), (3, 0), (3, 1), (4, 3)])
 def test_a_killed_rank_is_named(ranks: RankPool, world_size: int, killed: int) -> None:
     plan = [Signal(rank=killed, signal=signal.SIGKILL, at="ready")]
     outcomes = ranks.outcomes(world_size, one_is_killed, signals=plan, fresh=True)

@@ -81,10 +81,23 @@ def test_a_gate_passes_when_all_of_its_tests_pass_on_all_of_its_ranks(tmp_path: 
         ),
         ([phase(TEST, "setup"), phase(TEST, "call", "failed"), phase(TEST, "teardown")], "call: why"),
         ([phase(TEST, "setup"), phase(TEST, "call"), phase(TEST, "teardown", "failed")], "teardown: why"),
+        ([phase(TEST, "setup"), phase(TEST, "call", "skipped"), *passed(TEST)[1:]], "was skipped: why"),
+        ([phase(TEST, "setup"), phase(TEST, "call", "failed"), *passed(TEST)], "call: why"),
         ([phase(TEST, "setup"), phase(TEST, "call")], "did not run to its end"),
         ([], "did not run to its end"),
     ],
-    ids=["skip", "skip inside", "xfail", "xpass", "failure", "failure afterwards", "cut short", "never begun"],
+    ids=[
+        "skip",
+        "skip inside",
+        "xfail",
+        "xpass",
+        "failure",
+        "failure afterwards",
+        "subtest skipped",
+        "run again",
+        "cut short",
+        "never begun",
+    ],
 )
 def test_what_is_no_pass_fails(tmp_path: Path, events: list[dict[str, Any]], problem: str) -> None:
     judged = judge(gate(TEST), record_of(tmp_path, selected(TEST), *events, finished()))
