@@ -108,7 +108,7 @@ def _take(record: Record, event: dict[str, Any]) -> None:
         case "ranks":
             record.ranks[event["test"]].add(event["ranks"])
         case "phase":
-            # Subtests, and plugins that run a test again, report a phase more than once: none of them takes back another.
+            # Subtests, and plugins that run a test again, report a phase more than once: none takes back another.
             first = record.phases[event["test"]].setdefault(event["phase"], event)
             if first["outcome"] == "passed" and not first["expected_to_fail"]:
                 record.phases[event["test"]][event["phase"]] = event
