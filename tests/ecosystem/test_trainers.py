@@ -70,6 +70,7 @@ def test_a_loop_trains_as_unsharded_and_resumes_on_other_ranks(loop: str, tmp_pa
     assert furthest({key: end[key] for key in weights}, weights) < TOLERANCE
     resumed = launched(tmp_path, loop, 4, "--resume")
     assert [*resumed["losses"]] == [str(step) for step in range(SAVE_AT, STEPS)]
+    assert [float(loss) for loss in resumed["losses"].values()] == pytest.approx(losses[SAVE_AT:], abs=TOLERANCE)
     assert furthest(resumed["end"], end) < TOLERANCE
     assert len(end) == len(weights) + 2 * len(weights)  # weights, and two moments of each
     assert furthest(whole["saved"], end) > 1e-4  # training went on after the save
