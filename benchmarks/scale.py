@@ -130,7 +130,7 @@ def check_exchange(ranks: Ranks, arguments: argparse.Namespace) -> list[Bar]:
     samples: dict[str, Any] = {}
     for num_ranks in (2, 4):
         sent = sorted(ranks.run(num_ranks, exchanged_bytes, arguments.exchanged))
-        # Of what others own, the shards of parameter and gradient; of what it owns itself, new parameters to the others.
+        # Of what others own, the shards of parameter and gradient; of its own, new parameters to the others.
         expected = sorted(
             4 * (2 * (sum(volumes) - load) + (num_ranks - 1) * load) / num_ranks
             for load in owner_loads(volumes, num_ranks)
