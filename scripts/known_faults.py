@@ -1,4 +1,4 @@
-"""Holds docs/known-faults.md to be complete and true.
+"""Holds docs/known-faults.md to be complete.
 
     python scripts/known_faults.py            checks; exits with 1 and all problems
     python scripts/known_faults.py --write    puts the tests that carry each id into its row, then checks

@@ -233,29 +233,6 @@ def beyond(path: str) -> str:
     return caught(shardopt.save, {"model": own, "hidden": hidden}, f"{path}{dist.get_rank() // 2}", timeout_s=LONG_S)[1]
 
 
-def beside_async(directory: str) -> list[str]:
-    """A stock async save that runs beside ours is not disturbed, nor disturbs it."""
-    group = dist.new_group()
-    state = parts(0, (0, 1), 4.0)
-    expected = everything(state)
-    future = dcp.async_save(
-        {"model": state["model"], "optim": state["optim"]},
-        checkpoint_id=os.path.join(directory, "async"),
-        process_group=group,
-    )
-    shardopt.save(state, os.path.join(directory, "ours"), timeout_s=LONG_S)
-    future.result()
-    differences: list[str] = []
-    for name in ("async", "ours"):
-        other = parts(7, (), 9.0)
-        wanted = other if name == "ours" else {key: other[key] for key in ("model", "optim")}
-        shardopt.load(wanted, os.path.join(directory, name), timeout_s=LONG_S)
-        found = everything(other)
-        keys = [key for key in expected if name == "ours" or "." in key]
-        differences += value_differences({key: expected[key] for key in keys}, {key: found[key] for key in keys})
-    return differences
-
-
 def count_scopes(path: str) -> int:
     """How many scopes have been made by three saves and a load."""
     state = parts(7, (5,), 9.0)

@@ -12,7 +12,6 @@ import pytest
 from tests.ranks.checkpoint_cases import (
     after_a_forward,
     alone,
-    beside_async,
     beyond,
     bytes_mailed,
     count_scopes,
@@ -45,7 +44,9 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_ranks_that_do_something_else_are_named_with_what_it_is(what: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_do_something_else_are_named_with_what_it_is_H16_H23(
+    what: str, ranks: RankPool, tmp_path: Path
+) -> None:
     for name in ("good", "second"):
         ranks.run(3, save_all, str(tmp_path / name), "shardopt", STEPS, 4.0)
     for found in ranks.run(3, differently, what, str(tmp_path), deadline_s=45.0):
@@ -179,10 +180,6 @@ def test_ranks_that_cannot_be_told_from_the_dict_are_refused(ranks: RankPool, tm
     for rank, text in enumerate(ranks.run(4, beyond, str(tmp_path / "x"))):
         others = "ranks 2-3" if rank < 2 else "ranks 0-1"
         assert f"hidden.tensor: it is on {others} too, which do not take part" in text
-
-
-def test_a_stock_async_save_runs_beside(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(2, beside_async, str(tmp_path)) == [[], []]
 
 
 def test_the_ranks_meet_once(ranks: RankPool, tmp_path: Path) -> None:

@@ -324,7 +324,7 @@ def offloaded(mesh: DeviceMesh) -> tuple[Any, ShardedStateOptimizer]:
     return model, ShardedStateOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model, consensus="off")
 
 
-def test_B14_parameters_that_fsdp_keeps_on_the_host_may_be_there_and_so_is_their_state(mesh: DeviceMesh) -> None:
+def test_B14_F13_parameters_that_fsdp_keeps_on_the_host_may_be_there_and_so_is_their_state(mesh: DeviceMesh) -> None:
     model, optimizer = offloaded(mesh)
     for param in model.parameters():
         param.grad = elsewhere(param).detach()

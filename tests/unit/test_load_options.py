@@ -215,7 +215,7 @@ def wide(model: nn.ModuleDict, steps: int) -> Made:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_state_that_is_not_finite_is_refused_or_reported(tmp_path: Path, value: float) -> None:
+def test_state_that_is_not_finite_is_refused_or_reported_H21(tmp_path: Path, value: float) -> None:
     optimizer, model = wrapped(model_of("ab"), steps=1)
     optimizer.state[model["b"].weight]["exp_avg_sq"][1, 2] = value
     want = state(*saved(tmp_path, (optimizer, model)))
@@ -251,7 +251,9 @@ def test_weights_are_never_touched_A4(tmp_path: Path) -> None:
         ({"finite": True}, ValueError, "expected 'error' or 'report'"),
     ],
 )
-def test_unknown_options_are_refused(option: dict[str, Any], error: type[Exception], text: str, tmp_path: Path) -> None:
+def test_unknown_options_are_refused_H10(
+    option: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
+) -> None:
     saved(tmp_path, wrapped(model_of("ab")))
     other, _ = wrapped(model_of("ab"))
     with pytest.raises(error, match=text):

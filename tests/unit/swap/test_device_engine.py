@@ -231,3 +231,23 @@ def test_a_launch_that_fails_poisons_until_a_good_load(monkeypatch: pytest.Monke
     optimizer.load_state_dict(saved)
     step_both(params, optimizer, twins, other, 1)
     assert same_bits(everything(params, optimizer), everything(twins, other))
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp32 masters", "remainders"])
+def test_the_device_holds_the_ring_alone_however_large_the_state_is_F11(kind: str) -> None:
+    held: list[int] = []
+    of_state: list[int] = []
+    for rows in (100, 400):
+        options = dict(KINDS[kind])
+        params = parameters([(rows, 1024), (rows, 1024)], dtype=options.pop("dtype", torch.float32))
+        backend = SimBackend(eagerness=1.0)
+        optimizer = on_device(params, backend, device_budget_bytes=0, **options)
+        for number in range(4):
+            give_gradients(params, number)
+            optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        of_state.append(sum(one.nbytes for entries in optimizer.state.values() for one in entries.values()))
+        held.append(backend.counts.allocated_bytes)
+        assert backend.races == []
+    # Tables of rows grow, of less than 512 bytes for each 8,192 of moments.
+    assert 16 * (held[1] - held[0]) < of_state[1] - of_state[0]

@@ -178,7 +178,7 @@ def from_dict(optimizer: ShardedStateOptimizer, path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("load", [stock, own, prepared, from_path, from_dict], ids=lambda load: load.__name__)
-def test_a_load_brings_no_tensor_to_the_device(
+def test_a_load_brings_no_tensor_to_the_device_F2(
     kind: str,
     load: Callable[..., None],
     meshes: tuple[DeviceMesh, DeviceMesh],
