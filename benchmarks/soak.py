@@ -35,6 +35,7 @@ from benchmarks.soaking.driving import Failure, Ran, run_episode
 from benchmarks.soaking.episode import Episode, draw
 from benchmarks.soaking.proving import prove
 from benchmarks.soaking.rules import RULES
+from benchmarks.soaking.sabotage import SABOTAGE
 from tests.support.ranks import RankPool
 
 # Torch 2.11 keeps each job's process groups alive, with threads.
@@ -53,7 +54,9 @@ def read_arguments() -> argparse.Namespace:
         "--patience", type=float, default=2.0, help="times that ranks wait longer; more on a busy machine"
     )
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
-    parser.add_argument("--prove", action="store_true", help="show that faults put into shardopt are found")
+    parser.add_argument(
+        "--prove", nargs="*", metavar="FAULT", choices=list(SABOTAGE), help="show that faults in shardopt are found"
+    )
     parser.add_argument("--out", type=Path, default=LOCAL_RESULTS / "soak.jsonl", help="file that gets the results")
     return parser.parse_args()
 
@@ -72,7 +75,8 @@ def numbers(arguments: argparse.Namespace) -> Iterator[int]:
 def replay(arguments: argparse.Namespace, episode: Episode) -> str:
     """The command that runs an episode again."""
     rules = " --rules " + " ".join(f"'{rule}'" for rule in arguments.rules) if arguments.rules else ""
-    return f"python benchmarks/soak.py --seed {episode.seed} --episode {episode.number}{rules}"
+    drawn = f"--seed {episode.seed} --episode {episode.number}"
+    return f"python benchmarks/soak.py {drawn} --patience {arguments.patience:g}{rules}"
 
 
 def soak(pool: RankPool, arguments: argparse.Namespace) -> int:
@@ -116,8 +120,8 @@ def main() -> int:
     # OpenMP reads it when torch is loaded: in the workers.
     os.environ["OMP_NUM_THREADS"] = "1"
     with RankPool(4) as pool:
-        if arguments.prove:
-            return prove(pool, arguments.out, arguments.patience)
+        if arguments.prove is not None:
+            return prove(pool, arguments.out, arguments.patience, arguments.prove)
         return soak(pool, arguments)
 
 
