@@ -20,7 +20,7 @@ from benchmarks.soaking.rules import RULES
 from tests.support.parcel import unpack
 from tests.support.ranks import Outcome, RankError, RankPool, Signal
 
-__all__ = ["Failure", "Ran", "check_steps", "run_episode"]
+__all__ = ["Failure", "Ran", "check_steps", "hidden_differences", "run_episode", "steps_left"]
 
 # For a leg and for what its ranks have to say after one has failed, in seconds, as patience 1 has it.
 _DEADLINE_S = 60.0
@@ -174,6 +174,15 @@ def check_steps(number: int, leg: Leg, told: Sequence[Told], saved: Mapping[int,
             raise Failure("difference", f"leg {number}: {moment}: at step {step}, expected one of {sorted(known)}")
 
 
+def steps_left(leg: Leg) -> set[int]:
+    """Of which step the checkpoint that a leg leaves may be.
+
+    A save that failed leaves the old one, also when a rank was killed before all was written. Only a save that was cut
+    off at its end may be there after all.
+    """
+    return {leg.until, _end(leg)} if leg.kill in _DONE else {leg.until}
+
+
 def _end(leg: Leg) -> int:
     """The last step of a leg; one goes on beside a save in a thread."""
     return leg.until + leg.overrun + (leg.save == "async")
@@ -213,14 +222,12 @@ def _judge(episode: Episode, number: int, told: Sequence[Told], course: _Course)
             what = f"{same[0].moment}, against what was saved"
             found += [f"{what}: {item}" for item in differences(whole, course.saved[step])]
             if leg.is_cut_like(episode.legs[number - 1]):
-                found += [f"{what}: {item}" for item in _hidden_differences(hides, course.hidden[step])]
+                found += [f"{what}: {item}" for item in hidden_differences(hides, course.hidden[step])]
                 course.ran.compared += sum(map(len, hides))
         against = differences(whole, course.oracle[step])
         found += [f"{same[0].moment}, step {step}, against the unsharded run: {item}" for item in against]
         course.ran.compared += len(whole.tensors) + len(whole.values)
-    # A save that failed leaves the old checkpoint; only one that was cut off at its end may be there after all.
-    may = {leg.until, _end(leg)} if leg.kill in _DONE else {leg.until}
-    course.saved = {step: whole for step, whole in seen.items() if step in may}
+    course.saved = {step: whole for step, whole in seen.items() if step in steps_left(leg)}
     course.hidden = hidden
     course.ran.legs += 1
     course.ran.faults += len(leg.faults)
@@ -230,7 +237,8 @@ def _judge(episode: Episode, number: int, told: Sequence[Told], course: _Course)
         raise Failure("difference", "\n".join([f"leg {number}:", *found[:_MOST_SHOWN], *more]))
 
 
-def _hidden_differences(got: Sequence[Mapping[str, str]], want: Sequence[Mapping[str, str]]) -> Iterator[str]:
+def hidden_differences(got: Sequence[Mapping[str, str]], want: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Where ranks hold other state than the same ranks did, in as much as one bit."""
     for rank, (one, other) in enumerate(zip(got, want, strict=True)):
         for key in sorted(one.keys() | other.keys()):
             if one.get(key) != other.get(key):

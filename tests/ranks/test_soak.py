@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,19 @@ def test_rules_that_round_by_piece_are_compared_to_the_bit(ranks: RankPool) -> N
     run_episode(ranks, run, patience=_PATIENCE)
     with pytest.raises(Failure, match="elements differ"):
         run_episode(ranks, run, patience=_PATIENCE, sabotage="small moments are lost")
+
+
+@pytest.mark.slow  # bitsandbytes has to be imported
+@pytest.mark.timeout(200)
+def test_the_bytes_of_quantised_state_are_compared_on_the_same_ranks(ranks: RankPool) -> None:
+    pytest.importorskip("bitsandbytes")
+    cells = (Cell(name="cell0", shape=(64, 512)),)
+    run = replace(episode("bnb AdamW8bit", leg(until=2), leg(until=3)), cells=cells)
+    legs = tuple(replace(one, compute="owner") for one in run.legs)
+    run = replace(run, legs=legs)
+    run_episode(ranks, run, patience=_PATIENCE)
+    with pytest.raises(Failure, match="against what was saved: cell0.weight/.* on rank"):
+        run_episode(ranks, run, patience=_PATIENCE, sabotage="a stale step count")
 
 
 @pytest.mark.slow

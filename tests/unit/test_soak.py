@@ -12,7 +12,7 @@ import torch
 import shardopt
 from benchmarks.soak import replay
 from benchmarks.soaking.comparing import Failure, Whole, assembled, differences
-from benchmarks.soaking.driving import _is_of_soak, check_steps
+from benchmarks.soaking.driving import _is_of_soak, check_steps, hidden_differences, steps_left
 from benchmarks.soaking.episode import FAULTS, LAYOUTS, draw
 from benchmarks.soaking.leg import Look, Told
 from benchmarks.soaking.rules import RULES
@@ -123,6 +123,23 @@ def test_a_step_that_nobody_saved_or_asked_for_is_a_difference() -> None:
         with pytest.raises(Failure, match="step") as caught:
             check_steps(1, leg, bad, {2: Whole()})
         assert caught.value.kind == "difference"
+
+
+@pytest.mark.parametrize(
+    ("kill", "steps"),
+    [("", {3}), ("step", {3}), ("save collect", {3}), ("save write", {3}), ("save finish", {3, 5})],
+)
+def test_a_save_that_failed_must_have_left_the_old_checkpoint(kill: str, steps: set[int]) -> None:
+    leg = replace(draw(1, 2).legs[0], until=3, overrun=2, save="dcp", kill=kill)
+    assert steps_left(leg) == steps
+
+
+def test_hidden_state_is_compared_rank_by_rank() -> None:
+    assert list(hidden_differences([{"w/a": "1"}, {}], [{"w/a": "1"}, {}])) == []
+    assert list(hidden_differences([{"w/a": "1"}, {}], [{}, {"w/a": "1"}])) == [
+        "w/a on rank 0: 1, expected None",
+        "w/a on rank 1: None, expected 1",
+    ]
 
 
 def whole(*values: float, dtype: torch.dtype = torch.float32, **more: str) -> Whole:
