@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import tempfile
@@ -10,52 +11,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
+import shardopt
+from benchmarks.soaking.comparing import Failure, Whole, assembled, differences
 from benchmarks.soaking.episode import Episode, Leg
+from benchmarks.soaking.following import Way, follow
 from benchmarks.soaking.leg import Orders, Told, last_words, run_leg, run_oracle
 from benchmarks.soaking.rules import RULES
-from benchmarks.soaking.training import Held
 from tests.support.parcel import unpack
-from tests.support.ranks import Outcome, RankPool, Signal
+from tests.support.ranks import Outcome, RankError, RankPool, Signal
 
-__all__ = ["Failure", "Ran", "run_episode"]
+__all__ = ["Failure", "Ran", "check_steps", "hidden_differences", "run_episode", "steps_left"]
 
-# In units of the dtype's spacing at the largest element of a tensor; steps add up, and each pulls on its last rounding.
-_MOST_ROUNDING = 16.0
 # For a leg and for what its ranks have to say after one has failed, in seconds, as patience 1 has it.
 _DEADLINE_S = 60.0
 _GRACE_S = 40.0
 _MOST_SHOWN = 8
-_BY_SHARD = ("auto", "local", "dtensor")
-
-
-class Failure(Exception):
-    """What was not as it must be in an episode.
-
-    Attributes:
-        kind: ``difference``, ``hang``, ``error``, or ``soak``: in the soak's own code.
-    """
-
-    def __init__(self, kind: str, what: str) -> None:
-        super().__init__(what)
-        self.kind = kind
-
-
-@dataclass(kw_only=True)
-class Whole:
-    """What all ranks hold of a run together.
-
-    Attributes:
-        tensors: whole, by key.
-        values: spelled, by key.
-        counts: by parameter, elements on each rank.
-    """
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    values: dict[str, str] = field(default_factory=dict)
-    counts: dict[str, list[int]] = field(default_factory=dict)
+_DONE = ("save finish",)  # where a killed save may have put the new checkpoint in place
+_PACKAGE = str(Path(shardopt.__file__).parent) + os.sep
 
 
 @dataclass(kw_only=True)
@@ -81,79 +53,22 @@ class Ran:
     seconds: float = 0.0
 
 
-def assembled(ranks: Sequence[Held]) -> Whole:
-    """Puts together what the ranks hold.
-
-    Raises:
-        Failure: ranks differ in what all have, or nobody has an element.
-    """
-    whole = Whole()
-    seen: dict[str, Tensor] = {}
-    for rank, held in enumerate(ranks):
-        for name, count in held.counts.items():
-            whole.counts.setdefault(name, []).append(count)
-        for key, spelled in held.values.items():
-            if whole.values.setdefault(key, spelled) != spelled:
-                raise Failure("difference", f"{key}: rank {rank} holds {spelled}, another {whole.values[key]}")
-        for key, part in held.parts.items():
-            length = torch.Size(part.shape).numel()
-            target = whole.tensors.setdefault(key, torch.zeros(length, dtype=part.values.dtype))
-            covered = seen.setdefault(key, torch.zeros(length, dtype=torch.bool))
-            if target.dtype != part.values.dtype:
-                raise Failure("difference", f"{key}: {part.values.dtype} on rank {rank}, {target.dtype} on another")
-            both = covered[part.index]
-            if _bits(target[part.index][both]) != _bits(part.values[both]):
-                raise Failure("difference", f"{key}: rank {rank} differs from its replica")
-            target[part.index], covered[part.index] = part.values, True
-    for key, covered in seen.items():
-        if not covered.all():
-            raise Failure("difference", f"{key}: no rank holds element {int((~covered).nonzero()[0])}")
-    return whole
-
-
-def _bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-
-
-def differences(got: Whole, want: Whole, rounded: set[str]) -> Iterator[str]:
-    """Where two runs differ by more than the equality rule allows; ``rounded`` are parameters that may round."""
-    for key in sorted(want.values.keys() | got.values.keys()):
-        if want.values.get(key) != got.values.get(key):
-            yield f"{key}: {got.values.get(key)}, expected {want.values.get(key)}"
-    for key in sorted(want.tensors.keys() ^ got.tensors.keys()):
-        yield f"{key}: {'missing' if key in want.tensors else 'must not be there'}"
-    for key in sorted(want.tensors.keys() & got.tensors.keys()):
-        one, other = got.tensors[key], want.tensors[key]
-        if one.dtype != other.dtype:
-            yield f"{key}: {one.dtype}, expected {other.dtype}"
-        elif _bits(one) != _bits(other):
-            off = _roundings(one, other)
-            if key.partition("/")[0] not in rounded or not off <= _MOST_ROUNDING:
-                changed = int((one.view(torch.uint8) != other.view(torch.uint8)).reshape(len(one), -1).any(1).sum())
-                yield f"{key}: {changed} of {len(one)} elements differ, by {off:.3g} roundings of the largest"
-
-
-def _roundings(got: Tensor, want: Tensor) -> float:
-    if not got.is_floating_point():
-        return float("inf")
-    spacing = torch.finfo(got.dtype).eps * float(want.double().abs().max())
-    return float((got.double() - want.double()).abs().max()) / spacing if spacing else float("inf")
-
-
 @dataclass(kw_only=True)
 class _Course:
     """An episode under way.
 
     Attributes:
         oracle: by number of steps.
-        saved: what the last leg held, by number of steps.
-        rounded: parameters whose runs by shards may have rounded otherwise.
+        saved: what the last leg held at the steps that its checkpoint may be of, by number of steps.
+        hidden: and what state each of its ranks hid.
+        ways: that the legs went, of rules that round by piece.
         source: the last checkpoint, or empty.
     """
 
     oracle: Mapping[int, Whole]
     saved: dict[int, Whole] = field(default_factory=dict)
-    rounded: set[str] = field(default_factory=set)
+    hidden: dict[int, list[dict[str, str]]] = field(default_factory=dict)
+    ways: list[Way] = field(default_factory=list)
     source: str = ""
     ran: Ran = field(default_factory=Ran)
 
@@ -175,9 +90,7 @@ def run_episode(
     """
     begun = time.monotonic()
     (alone,) = pool.outcomes(1, run_oracle, episode, process_group=False, deadline_s=2 * patience * _DEADLINE_S)
-    if alone.kind != "ok":
-        raise Failure("soak", f"the unsharded run: {alone.kind}: {alone.error}\n{alone.traceback}{alone.stacks}")
-    course = _Course(oracle={step: assembled([held]) for step, held in alone.value.items()})
+    course = _Course(oracle=_unsharded(alone))
     root = Path(tempfile.mkdtemp(prefix="soak-"))
     try:
         for number, leg in enumerate(episode.legs):
@@ -192,6 +105,9 @@ def run_episode(
                 sabotage=sabotage,
             )
             told = _run_leg(pool, orders, leg, patience * _DEADLINE_S if deadline_s is None else deadline_s)
+            check_steps(number, leg, told, course.saved)
+            if RULES[episode.rule].rounds:
+                _follow(pool, episode, leg, told, course, 2 * patience * _DEADLINE_S)
             _judge(episode, number, told, course)
             course.source = target
     finally:
@@ -202,14 +118,18 @@ def run_episode(
 
 def _run_leg(pool: RankPool, orders: Orders, leg: Leg, deadline_s: float) -> list[Told]:
     signals = [Signal(rank=leg.victim, signal=signal.SIGKILL, at="kill")] if leg.kill else []
-    outcomes = pool.outcomes(
-        leg.world_size,
-        run_leg,
-        orders,
-        deadline_s=deadline_s,
-        grace_s=orders.patience * _GRACE_S,
-        signals=signals,
-    )
+    try:
+        outcomes = pool.outcomes(
+            leg.world_size,
+            run_leg,
+            orders,
+            deadline_s=deadline_s,
+            grace_s=orders.patience * _GRACE_S,
+            signals=signals,
+        )
+    except RankError as error:
+        # The victim did not come to where it was to be killed.
+        outcomes = list(error.outcomes)
     wrong = [one for one in outcomes if one.kind != ("died" if leg.kill and one.rank == leg.victim else "ok")]
     if wrong:
         raise _of_outcomes(orders.number, wrong)
@@ -235,8 +155,54 @@ def _of_outcomes(number: int, wrong: Sequence[Outcome]) -> Failure:
 
 def _is_of_soak(traceback: str) -> bool:
     """Whether the soak's code, and none of shardopt's, is the last that an error has gone through before torch's."""
-    last = traceback.rpartition("/src/shardopt/")
+    last = traceback.rpartition(_PACKAGE)
     return any(place in (last[2] or traceback) for place in ("/benchmarks/soaking/", "/tests/"))
+
+
+def check_steps(number: int, leg: Leg, told: Sequence[Told], saved: Mapping[int, Whole]) -> None:
+    """Looks are at one step on all ranks; a load brings one that was saved, and steps lead to what was asked for.
+
+    Raises:
+        Failure: it is not so.
+    """
+    moments = [[(look.moment, look.held.step, look.trained) for look in one.looks] for one in told]
+    if any(one != moments[0] for one in moments):
+        raise Failure("difference", f"leg {number}: ranks were at different steps: {moments}")
+    for moment, step, trained in moments[0]:
+        known = {leg.until, _end(leg)} if trained else set(saved)
+        if step not in known:
+            raise Failure("difference", f"leg {number}: {moment}: at step {step}, expected one of {sorted(known)}")
+
+
+def steps_left(leg: Leg) -> set[int]:
+    """Of which step the checkpoint that a leg leaves may be.
+
+    A save that failed leaves the old one, also when a rank was killed before all was written. Only a save that was cut
+    off at its end may be there after all.
+    """
+    return {leg.until, _end(leg)} if leg.kill in _DONE else {leg.until}
+
+
+def _end(leg: Leg) -> int:
+    """The last step of a leg; one goes on beside a save in a thread."""
+    return leg.until + leg.overrun + (leg.save == "async")
+
+
+def _follow(
+    pool: RankPool, episode: Episode, leg: Leg, told: Sequence[Told], course: _Course, deadline_s: float
+) -> None:
+    """Makes the oracle that rounds as this leg did: to the bit, from the step it resumed from."""
+    loaded = [look.held.step for look in told[0].looks if not look.trained]
+    ranks = tuple(one.pieces for one in told) if told[0].by_shard else ()
+    course.ways.append(Way(begin=loaded[-1] if loaded else 0, end=_end(leg), ranks=ranks))
+    (alone,) = pool.outcomes(1, follow, episode, tuple(course.ways), process_group=False, deadline_s=deadline_s)
+    course.oracle = _unsharded(alone)
+
+
+def _unsharded(alone: Outcome) -> dict[int, Whole]:
+    if alone.kind != "ok":
+        raise Failure("soak", f"the unsharded run: {alone.kind}: {alone.error}\n{alone.traceback}{alone.stacks}")
+    return {step: assembled([held]) for step, held in alone.value.items()}
 
 
 def _judge(episode: Episode, number: int, told: Sequence[Told], course: _Course) -> None:
@@ -244,20 +210,25 @@ def _judge(episode: Episode, number: int, told: Sequence[Told], course: _Course)
     leg = episode.legs[number]
     found = [f"rank {rank}: {problem}" for rank, one in enumerate(told) for problem in one.problems]
     seen: dict[int, Whole] = {}
+    hidden: dict[int, list[dict[str, str]]] = {}
     looks = [one.looks for one in told]
     for same in zip(*looks, strict=True):
         step = same[0].held.step
         whole = assembled([look.held for look in same])
+        hides = [look.held.hidden for look in same]
         if same[0].trained:
-            course.rounded |= _rounding(episode, leg, whole)
-            seen[step] = whole
+            seen[step], hidden[step] = whole, hides
         else:
             what = f"{same[0].moment}, against what was saved"
-            found += [f"{what}: {item}" for item in differences(whole, course.saved[step], set())]
-        against = differences(whole, course.oracle[step], course.rounded)
+            found += [f"{what}: {item}" for item in differences(whole, course.saved[step])]
+            if leg.is_cut_like(episode.legs[number - 1]):
+                found += [f"{what}: {item}" for item in hidden_differences(hides, course.hidden[step])]
+                course.ran.compared += sum(map(len, hides))
+        against = differences(whole, course.oracle[step])
         found += [f"{same[0].moment}, step {step}, against the unsharded run: {item}" for item in against]
         course.ran.compared += len(whole.tensors) + len(whole.values)
-    course.saved = seen or course.saved
+    course.saved = {step: whole for step, whole in seen.items() if step in steps_left(leg)}
+    course.hidden = hidden
     course.ran.legs += 1
     course.ran.faults += len(leg.faults)
     course.ran.kills += bool(leg.kill)
@@ -266,8 +237,9 @@ def _judge(episode: Episode, number: int, told: Sequence[Told], course: _Course)
         raise Failure("difference", "\n".join([f"leg {number}:", *found[:_MOST_SHOWN], *more]))
 
 
-def _rounding(episode: Episode, leg: Leg, whole: Whole) -> set[str]:
-    """Parameters that this leg may round otherwise than a run without shards."""
-    if not RULES[episode.rule].rounds or leg.compute not in _BY_SHARD:
-        return set()
-    return {name for name, counts in whole.counts.items() if any(count % 64 for count in counts)}
+def hidden_differences(got: Sequence[Mapping[str, str]], want: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Where ranks hold other state than the same ranks did, in as much as one bit."""
+    for rank, (one, other) in enumerate(zip(got, want, strict=True)):
+        for key in sorted(one.keys() | other.keys()):
+            if one.get(key) != other.get(key):
+                yield f"{key} on rank {rank}: {str(one.get(key))[:200]}, expected {str(other.get(key))[:200]}"

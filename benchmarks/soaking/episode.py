@@ -126,6 +126,10 @@ class Leg:
         """Ranks."""
         return LAYOUTS[self.layout]
 
+    def is_cut_like(self, other: Leg) -> bool:
+        """Whether ranks and presentation are the same, so that even state that depends on them is."""
+        return (self.layout, self.compute) == (other.layout, other.compute)
+
     def of(self, *operations: str) -> list[Fault]:
         """Faults of these operations."""
         return [fault for fault in self.faults if fault.operation in operations]

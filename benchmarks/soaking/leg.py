@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,20 +15,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
 import shardopt
 from benchmarks.soaking.breaking import KILLS, broken_load, broken_prepare, broken_save, broken_step, killed_at
 from benchmarks.soaking.episode import Episode, Fault
 from benchmarks.soaking.rules import RULES, Drawn
 from benchmarks.soaking.sabotage import sabotaged
+from benchmarks.soaking.spoiling import spoil
 from benchmarks.soaking.training import Held, Training
 from shardopt import ShardedStateOptimizer
+from shardopt.presentation.inventory import Part
+from shardopt.presentation.whole import WholePresentation
 from tests.faults.stage import Caught, caught
 from tests.support.parcel import pack
 from tests.support.ranks import reached
 from tests.support.snapshot import Snapshot, snapshot
 
-__all__ = ["Look", "Orders", "Told", "last_words", "run_leg", "run_oracle"]
+__all__ = ["Look", "Orders", "Told", "last_words", "quiet", "run_leg", "run_oracle", "schedulers_of"]
 
 # In seconds, on a machine that has a core for each rank. No living rank comes near the first; a rank that was killed is
 # named after the second.
@@ -85,10 +89,14 @@ class Told:
     Attributes:
         looks: at the run.
         problems: what was not as it must be.
+        pieces: of each parameter, the numbers of this rank's elements, in the shape of its shard.
+        by_shard: whether shards were updated by themselves.
     """
 
     looks: list[Look] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    pieces: dict[str, Tensor] = field(default_factory=dict)
+    by_shard: bool = False
 
 
 class Extra:
@@ -123,6 +131,7 @@ class LegRun:
         self.source, self.target = orders.source, orders.target
         self.long_s, self.short_s = orders.patience * _LONG_S, orders.patience * _SHORT_S
         self.told = Told()
+        self.has_state = False
         # Before the first save the run has its first weights; later everything has to come from the checkpoint.
         self.training = Training(episode, leg.layout, "elsewhere" if self.source else "start")
         self.model = self.training.model
@@ -130,9 +139,15 @@ class LegRun:
         # To import a library takes one rank much longer than another.
         dist.barrier()
         self.optimizer = ShardedStateOptimizer(inner, self.model, compute=leg.compute, vote_timeout=self.long_s)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, _HALVES_EVERY, gamma=0.5)
+        (self.scheduler,) = schedulers_of([self.optimizer])
         self.extra = Extra()
         self.rank = dist.get_rank()
+        self.told.pieces = self.training.index
+        self.told.by_shard = {part.presentation.name for part in self._parts} <= {"local", "dtensor"}
+
+    @property
+    def _parts(self) -> list[Part]:
+        return self.optimizer._inventory.parts
 
     @property
     def state(self) -> dict[str, Any]:
@@ -161,6 +176,14 @@ class LegRun:
     def _look(self, moment: str, *, trained: bool) -> None:
         hidden = self._rule.hides_state
         held = self.training.held(self.extra.step, self.optimizer.optimizers, state=not hidden)
+        names = {param: name for name, param in self.training.params.items()}
+        held.owned = {
+            names[param]
+            for part in self._parts
+            if isinstance(part.presentation, WholePresentation)
+            for group in part.inner.param_groups
+            for param in group["params"]
+        }
         self.told.looks.append(Look(moment, held, trained))
 
     @property
@@ -183,6 +206,7 @@ class LegRun:
             self.training.give_gradients(1000)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            self.has_state = True
         for fault in self.leg.of("load"):
             self._fail(
                 fault,
@@ -198,6 +222,7 @@ class LegRun:
             if fault.where == "load":
                 hook = broken_load(self, fault)
                 self._fail(fault, hook, lambda: self._dcp_load("model", "optim"), ignore=_WEIGHTS)
+        spoil(self)
         ignored = ("parameter.*", "state*", "group*", *_COUNTERS, "attribute.*", "buffer.*")
         before = snapshot(self.optimizer, self.model)
         self._load()
@@ -281,6 +306,8 @@ class LegRun:
         if half:
             self._refuses(what)
             shardopt.load(self.state, self.source, timeout_s=self.long_s)
+            self.has_state = True
+            self._look(f"after the load that mends {what}", trained=False)
 
     def _judge(self, what: str, rank: int, found: Caught) -> None:
         if not found.kind:
@@ -324,16 +351,16 @@ def last_words(target: str) -> str:
 
 def run_leg(orders: Orders) -> Told:
     """The job of a leg."""
-    with _quiet(), sabotaged(orders.sabotage):
+    with quiet(), sabotaged(orders.sabotage):
         return LegRun(orders).run()
 
 
 def run_oracle(episode: Episode) -> dict[int, Held]:
     """What the unsharded and uninterrupted run holds, by number of steps."""
-    with _quiet():
+    with quiet():
         training = Training(episode, None, "start")
         optimizers = training.optimizers()
-        schedulers = [torch.optim.lr_scheduler.StepLR(one, _HALVES_EVERY, gamma=0.5) for one in optimizers]
+        schedulers = schedulers_of(optimizers)
         state = not RULES[episode.rule].hides_state
         found: dict[int, Held] = {}
         for step in range(episode.last_step + 1):
@@ -346,8 +373,13 @@ def run_oracle(episode: Episode) -> dict[int, Held]:
         return found
 
 
+def schedulers_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.lr_scheduler.StepLR]:
+    """Of the runs without shards, one for each optimizer."""
+    return [torch.optim.lr_scheduler.StepLR(one, _HALVES_EVERY, gamma=0.5) for one in optimizers]
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the advice that libraries log and warn of, and on one thread for the kernels that choose their own."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -29,7 +29,8 @@ class Drawn:
         rounds: whether a shard that is not a multiple of 64 elements may round otherwise when it is updated by itself.
         aligned: whether, where shards are updated by themselves, every one must be whole blocks of a quantised state.
         late: whether a parameter may get its first gradient later than others.
-        hides_state: whether what the state holds depends on how it is cut, so that only weights are compared.
+        hides_state: whether what the state holds depends on how it is cut, so that it is only
+            compared from a save to a load that cuts it alike.
     """
 
     make: Callable[[Sequence[Tensor]], list[torch.optim.Optimizer]]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import shardopt
 from shardopt.portable.handles import BoxHandle
 from shardopt.scope import Scope
 from shardopt.staging.offer import Offers
 from shardopt.staging.plan import ParameterPlan
+from shardopt.staging.prepare import Plan
 
-__all__ = ["SABOTAGE", "sabotaged"]
+__all__ = ["SABOTAGE", "Sabotage", "sabotaged"]
 
 
 @contextlib.contextmanager
@@ -104,17 +107,56 @@ def _draw() -> AbstractContextManager[None]:
     return _patched(Offers, "make", make)
 
 
-SABOTAGE: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
-    "an entry is dropped": lambda: _after_commit(_drop_an_entry),
-    "shards are swapped": _swap_shards,
-    "no vote": _ask_nobody,
-    "a stale step count": lambda: _after_commit(_set_back_a_step),
-    "a wrong dtype": lambda: _after_commit(_widen),
-    "random numbers are drawn": _draw,
+@contextlib.contextmanager
+def _load_nothing() -> Iterator[None]:
+    """``shardopt.load`` does nothing, and what was prepared is not put in place."""
+
+    def nothing(*_: Any, **options: Any) -> dict[str, Any]:
+        return {}
+
+    with _patched(shardopt, "load", lambda _: nothing), _patched(Plan, "commit", lambda _: nothing):
+        yield
+
+
+def _lose_small_moments() -> AbstractContextManager[None]:
+    """Every load zeroes what is below a hundredth of a tensor's largest element."""
+
+    def change(entries: dict[str, Any]) -> None:
+        for value in entries.values():
+            if type(value) is Tensor and value.numel() > 1 and value.is_floating_point():
+                value[value.abs() < value.abs().max() / 100] = 0
+
+    return _after_commit(change)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sabotage:
+    """A fault of shardopt.
+
+    Attributes:
+        make: shardopt with it, in this process.
+        kinds: of failure that it may cause; another does not show that it was found.
+    """
+
+    make: Callable[[], AbstractContextManager[None]]
+    kinds: tuple[str, ...] = ("difference",)
+
+
+SABOTAGE: Mapping[str, Sabotage] = {
+    # The rule that misses an entry, or gets one of another dtype, may raise.
+    "an entry is dropped": Sabotage(make=lambda: _after_commit(_drop_an_entry), kinds=("difference", "error")),
+    "shards are swapped": Sabotage(make=_swap_shards),
+    # Ranks that do not agree may wait for each other, or fail in a collective.
+    "no vote": Sabotage(make=_ask_nobody, kinds=("difference", "error", "hang")),
+    "a stale step count": Sabotage(make=lambda: _after_commit(_set_back_a_step)),
+    "a wrong dtype": Sabotage(make=lambda: _after_commit(_widen), kinds=("difference", "error")),
+    "random numbers are drawn": Sabotage(make=_draw),
+    "small moments are lost": Sabotage(make=_lose_small_moments),
+    "a load loads nothing": Sabotage(make=_load_nothing),
 }
-"""What is wrong -> shardopt with it, in this process."""
+"""What is wrong -> shardopt with it."""
 
 
 def sabotaged(name: str) -> AbstractContextManager[None]:
     """Inside, shardopt has this fault; none if the name is empty."""
-    return SABOTAGE[name]() if name else contextlib.nullcontext()
+    return SABOTAGE[name].make() if name else contextlib.nullcontext()

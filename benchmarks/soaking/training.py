@@ -111,12 +111,16 @@ class Held:
         parts: weights by name, and state of their shape by ``name/entry``.
         values: everything else, spelled to the bit: other state by ``name/entry``, group values by ``name[key]``.
         counts: elements of each parameter on this rank.
+        hidden: of rules that hide it, the state of this rank alone, spelled, by ``name/entry``.
+        owned: parameters whose state one rank keeps for all.
     """
 
     step: int
     parts: dict[str, Part] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    hidden: dict[str, str] = field(default_factory=dict)
+    owned: set[str] = field(default_factory=set)
 
 
 class Training:
@@ -163,9 +167,13 @@ class Training:
             held.parts[name] = self._part(name, local_tensor(param), whole=False)
             held.counts[name] = local_tensor(param).numel()
         for optimizer in optimizers:
-            for param, entries in optimizer.state.items() if state else ():
+            for param, entries in optimizer.state.items():
                 for entry, value in entries.items():
-                    self._hold(held, names[param], entry, value)
+                    if state:
+                        self._hold(held, names[param], entry, value)
+                    else:
+                        key = f"{names[param]}/{entry}"
+                        held.hidden[key] = _spelled(key, value)
             for group in optimizer.param_groups:
                 shared = {key: _spelled(key, value) for key, value in group.items() if key != "params"}
                 for param in group["params"]:
