@@ -336,7 +336,7 @@ def _compare_classes(
     for (saved_class, live_class), fqns in different.items():
         report.problems.append(
             f"{len(fqns)} parameters ({say_names(fqns)}) were saved by {saved_class}; this optimizer is {live_class}. "
-            "fresh=[pattern] starts theirs anew; shardopt.declare_interchangeable says that both mean the same by it."
+            "fresh=[pattern] starts it anew; if both mean the same by it, shardopt.declare_interchangeable says so."
         )
 
 
