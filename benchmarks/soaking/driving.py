@@ -169,32 +169,32 @@ def check_steps(number: int, leg: Leg, told: Sequence[Told], saved: Mapping[int,
     if any(one != moments[0] for one in moments):
         raise Failure("difference", f"leg {number}: ranks were at different steps: {moments}")
     for moment, step, trained in moments[0]:
-        known = {leg.until, _end(leg)} if trained else set(saved)
+        known = {*leg.steps(begun(told))} if trained else set(saved)
         if step not in known:
             raise Failure("difference", f"leg {number}: {moment}: at step {step}, expected one of {sorted(known)}")
 
 
-def steps_left(leg: Leg) -> set[int]:
+def begun(told: Sequence[Told]) -> int:
+    """The step that a leg resumed from; 0 if from none."""
+    return next((look.held.step for look in reversed(told[0].looks) if not look.trained), 0)
+
+
+def steps_left(leg: Leg, begin: int) -> set[int]:
     """Of which step the checkpoint that a leg leaves may be.
 
     A save that failed leaves the old one, also when a rank was killed before all was written. Only a save that was cut
     off at its end may be there after all.
     """
-    return {leg.until, _end(leg)} if leg.kill in _DONE else {leg.until}
-
-
-def _end(leg: Leg) -> int:
-    """The last step of a leg; one goes on beside a save in a thread."""
-    return leg.until + leg.overrun + (leg.save == "async")
+    return {*leg.steps(begin)[: 2 if leg.kill in _DONE else 1]}
 
 
 def _follow(
     pool: RankPool, episode: Episode, leg: Leg, told: Sequence[Told], course: _Course, deadline_s: float
 ) -> None:
     """Makes the oracle that rounds as this leg did: to the bit, from the step it resumed from."""
-    loaded = [look.held.step for look in told[0].looks if not look.trained]
+    begin = begun(told)
     ranks = tuple(one.pieces for one in told) if told[0].by_shard else ()
-    course.ways.append(Way(begin=loaded[-1] if loaded else 0, end=_end(leg), ranks=ranks))
+    course.ways.append(Way(begin=begin, end=leg.steps(begin)[1], ranks=ranks))
     (alone,) = pool.outcomes(1, follow, episode, tuple(course.ways), process_group=False, deadline_s=deadline_s)
     course.oracle = _unsharded(alone)
 
@@ -227,7 +227,7 @@ def _judge(episode: Episode, number: int, told: Sequence[Told], course: _Course)
         against = differences(whole, course.oracle[step])
         found += [f"{same[0].moment}, step {step}, against the unsharded run: {item}" for item in against]
         course.ran.compared += len(whole.tensors) + len(whole.values)
-    course.saved = {step: whole for step, whole in seen.items() if step in steps_left(leg)}
+    course.saved = {step: whole for step, whole in seen.items() if step in steps_left(leg, begun(told))}
     course.hidden = hidden
     course.ran.legs += 1
     course.ran.faults += len(leg.faults)

@@ -130,6 +130,15 @@ class Leg:
         """Whether ranks and presentation are the same, so that even state that depends on them is."""
         return (self.layout, self.compute) == (other.layout, other.compute)
 
+    def steps(self, begin: int) -> tuple[int, int]:
+        """How many steps there have been at the save, and at the end; one goes on beside a save in a thread.
+
+        Args:
+            begin: that it resumes from: later than ``until`` where a killed save has put its checkpoint in place.
+        """
+        at_save = max(self.until, begin)
+        return at_save, at_save + self.overrun + (self.save == "async")
+
     def of(self, *operations: str) -> list[Fault]:
         """Faults of these operations."""
         return [fault for fault in self.faults if fault.operation in operations]
@@ -157,8 +166,11 @@ class Episode:
 
     @property
     def last_step(self) -> int:
-        """How many steps any leg takes at most; one goes on beside a save in a thread."""
-        return max(leg.until + leg.overrun + (leg.save == "async") for leg in self.legs)
+        """How many steps any leg takes at most."""
+        step = 0
+        for leg in self.legs:
+            step = leg.steps(step)[1]
+        return step
 
     def __str__(self) -> str:
         legs = " | ".join(

@@ -193,9 +193,11 @@ def test_a_rule_sees_the_mean_of_the_losses_of_all_ranks(ranks: RankPool) -> Non
     assert ranks.run(3, loss_job, "fsdp3") == [(3.0, 3.0)] * 3
 
 
-@pytest.mark.parametrize("at", [1, 2])
-def test_a_closure_that_fails_on_one_rank_fails_on_all_and_the_group_works_on(ranks: RankPool, at: int) -> None:
-    for said, works, later in ranks.run(3, failing_closure_job, "fsdp3", 1, at):
+@pytest.mark.parametrize(("compute", "at"), [("replicated", 1), ("replicated", 2), ("dtensor", 1)])
+def test_a_closure_that_fails_on_one_rank_fails_on_all_and_the_group_works_on(
+    ranks: RankPool, compute: str, at: int
+) -> None:
+    for said, works, later in ranks.run(3, failing_closure_job, "fsdp3", 1, at, compute):
         assert said == "RankFailureError: closure failed on rank 1: ValueError: no more data"
         assert works
         # Before the first one has returned nothing is written, and the next step can be taken.

@@ -233,12 +233,14 @@ def loss_job(topology: str) -> tuple[float, float]:
     return float(optimizer.step(closure)), inner.seen
 
 
-def failing_closure_job(topology: str, rank: int, at: int) -> tuple[str, bool, str]:
+def failing_closure_job(topology: str, rank: int, at: int, compute: str) -> tuple[str, bool, str]:
     """A closure that fails on one rank: the error, whether the group works on, and what the next step says."""
     track = Track(topology)
     params = [param for fqn, param in track.params.items() if fqn != "odd.idle"]
-    inner = torch.optim.LBFGS(params, max_iter=4, line_search_fn="strong_wolfe")
-    optimizer: Any = ShardedStateOptimizer(inner, track.model, vote_timeout=VOTE_TIMEOUT_S)
+    inner: torch.optim.Optimizer = torch.optim.SGD(params, momentum=0.5)
+    if compute == "replicated":
+        inner = torch.optim.LBFGS(params, max_iter=4, line_search_fn="strong_wolfe")
+    optimizer: Any = ShardedStateOptimizer(inner, track.model, compute=compute, vote_timeout=VOTE_TIMEOUT_S)
     calls = 0
 
     def closure() -> float:

@@ -131,7 +131,15 @@ def test_a_step_that_nobody_saved_or_asked_for_is_a_difference() -> None:
 )
 def test_a_save_that_failed_must_have_left_the_old_checkpoint(kill: str, steps: set[int]) -> None:
     leg = replace(draw(1, 2).legs[0], until=3, overrun=2, save="dcp", kill=kill)
-    assert steps_left(leg) == steps
+    assert steps_left(leg, 2) == steps
+
+
+def test_a_leg_that_resumes_from_a_later_step_goes_on_from_there() -> None:
+    leg = replace(draw(1, 2).legs[0], until=3, overrun=2, save="async", kill="save finish")
+    told = [Told(looks=[Look("loaded", Held(4), False), Look("saved", Held(4), True), Look("end", Held(7), True)])]
+    check_steps(1, leg, told, {4: Whole()})
+    assert steps_left(leg, 4) == {4, 7}
+    assert replace(draw(1, 2), legs=(leg, leg, leg)).last_step == 12
 
 
 def test_hidden_state_is_compared_rank_by_rank() -> None:

@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.errors import PresentationError
 from shardopt.layouts.tracked import Tracked
-from shardopt.presentation.presentation import Presentation, Ready
+from shardopt.presentation.ownership import Balance
+from shardopt.presentation.presentation import Agree, Presentation, Ready, alone
+from shardopt.scope import Scope
 from shardopt.torch_compat import gradients_of, shard_in_place
 
 __all__ = ["DTensorPresentation"]
@@ -23,11 +25,18 @@ class DTensorPresentation(Presentation):
 
     name: ClassVar[str] = "dtensor"
     calls_closure: ClassVar[bool] = True
+    sees_closure: ClassVar[bool] = True
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)
         self._params: list[DTensor] = []
         self._shards: list[Tensor] = []
+        self._agree: Agree = alone
+
+    def join(self, scope: Scope, balance: Balance, agree: Agree) -> None:
+        """Takes the vote on closures."""
+        super().join(scope, balance, agree)
+        self._agree = agree
 
     def check_new(self, tracked: Sequence[Tracked]) -> None:
         """Checks that no group mixes DTensors and plain tensors that torch would put into one call.
@@ -72,8 +81,20 @@ class DTensorPresentation(Presentation):
         return Ready()
 
     def step(self, ready: Ready, closure: Callable[[], Any] | None, amp: dict[str, Tensor]) -> Any:
-        """Runs the inner update on the DTensors."""
-        return self._run(closure, amp)
+        """Runs the inner update on the DTensors; the optimizer calls the closure, with a vote after each call."""
+        return self._run(None if closure is None else lambda: self._call(closure), amp)
+
+    def _call(self, closure: Callable[[], Any]) -> Any:
+        """Collective. What the closure raises on one rank is raised on all; the first call comes before any write."""
+        failure: BaseException | None = None
+        loss: Any = None
+        try:
+            loss = closure()
+        except BaseException as error:
+            failure = error
+        self._agree("closure", failure, b"", 0)
+        self.has_written = True
+        return loss
 
     def to_state(self, tracked: Tracked, local: Tensor) -> Tensor:
         """``local`` as a DTensor placed like the parameter."""

@@ -19,7 +19,7 @@ from shardopt.presentation.ownership import Balance
 from shardopt.scope import Scope
 from shardopt.torch_compat import gradients_of, local_shard, raw_step
 
-__all__ = ["Agree", "Presentation", "Ready", "amp_scale", "drop_amp_scale"]
+__all__ = ["Agree", "Presentation", "Ready", "alone", "amp_scale", "drop_amp_scale"]
 
 # A vote within a step: operation, why this rank cannot, what must be equal, flags; all ranks' flags, as far as known.
 Agree = Callable[[str, "BaseException | None", bytes, int], int]
@@ -240,6 +240,13 @@ class Presentation(ABC):
         finally:
             for key in amp:
                 delattr(self.inner, key)
+
+
+def alone(operation: str, failure: BaseException | None, digest: bytes, facts: int) -> int:
+    """``Agree`` before the ranks have met."""
+    if failure is not None:
+        raise failure
+    return facts
 
 
 def _never(item: str) -> bool:

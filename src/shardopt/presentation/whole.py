@@ -16,7 +16,7 @@ from shardopt.errors import PlacementError, PresentationError
 from shardopt.geometry import Box
 from shardopt.layouts.tracked import Keeping, Tracked
 from shardopt.presentation.ownership import Balance, exchange_boxes
-from shardopt.presentation.presentation import Agree, Presentation, Ready
+from shardopt.presentation.presentation import Agree, Presentation, Ready, alone
 from shardopt.presentation.showing import Showing
 from shardopt.presentation.shown import Shown, refuse_shared, view_of
 from shardopt.presentation.transport import Move, Transport
@@ -57,7 +57,7 @@ class WholePresentation(Presentation):
         self._scope = Scope.single()
         self._channel = Channel(self._scope)
         self._balance = Balance(1)
-        self._agree: Agree = _raise
+        self._agree: Agree = alone
         self._has: list[bool] = []
 
     # What the two differ in.
@@ -355,9 +355,3 @@ class WholePresentation(Presentation):
     def to_state(self, tracked: Tracked, local: Tensor) -> Tensor:
         """The tensor itself."""
         return local
-
-
-def _raise(operation: str, failure: BaseException | None, digest: bytes, facts: int) -> int:
-    if failure is not None:
-        raise failure
-    return facts
