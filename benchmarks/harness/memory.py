@@ -22,9 +22,9 @@ class Footprint:
     """Resident bytes around an operation. The page cache is no part of it: only mapped pages count.
 
     Attributes:
-        before: when it began.
+        before: when it began, garbage and free memory given back.
         peak: the most there was before it ended.
-        after: when it had ended, garbage and free memory given back.
+        after: when it had ended, likewise.
     """
 
     before: int
@@ -35,16 +35,20 @@ class Footprint:
 def measure(operation: Callable[[], Any]) -> Footprint:
     """Runs ``operation`` and tells what it did to resident memory."""
     # Garbage of whatever came before would be freed in between and hide what the operation takes.
-    gc.collect()
+    _give_back()
     _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
     before, _ = _resident()
     operation()
     _, peak = _resident()
+    _give_back()
+    after, _ = _resident()
+    return Footprint(before=before, peak=peak, after=after)
+
+
+def _give_back() -> None:
     gc.collect()
     # What is free, and the allocator has kept for later, is nobody's: it comes to most of the state at times.
     ctypes.CDLL(None).malloc_trim(0)
-    after, _ = _resident()
-    return Footprint(before=before, peak=peak, after=after)
 
 
 def _resident() -> tuple[int, int]:
