@@ -67,7 +67,7 @@ compat: $(COMPAT)/.installed
 demo: .venv/.installed
 	@.venv/bin/python scripts/demo.py
 
-# About 12 minutes on two cores that nobody else uses. A missed bar stops nothing, and fails the whole at its end.
+# About 10 minutes on two cores that nobody else uses. A missed bar stops nothing, and fails the whole at its end.
 BENCHMARKS := step memory consensus checkpoint quantised host_kernel swap curves scale
 bench: .venv/.installed
 	@failed=; for name in $(BENCHMARKS); do \
