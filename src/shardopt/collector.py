@@ -11,7 +11,7 @@ __all__ = ["paused_collector"]
 
 @contextmanager
 def paused_collector() -> Generator[None]:
-    """Pauses the collector inside. For tenths of a second, while nothing that is made is garbage.
+    """Pauses the collector inside. For work that makes objects and no garbage: none is freed until it ends.
 
     A model's tensors and modules are hundreds of thousands of objects, and every pass over them takes as long as
     describing the state of hundreds of parameters.
